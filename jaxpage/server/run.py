@@ -1,7 +1,7 @@
 """A server from its start to its end: the socket, warm-up, signals, and how running requests end.
 
 SIGTERM and SIGINT drain: /ready says 503, new requests are refused, running ones have `shutdown_timeout` seconds; those
-that are left get an error. A second signal ends them at once.
+that are left get an error. A second signal ends them at once. An engine that hangs is left behind.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from types import FrameType
 
@@ -31,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS = 5.0  # seconds for error events to reach their clients
 _POLL = 0.05  # seconds
-_LONG = 30.0  # seconds after which to say that the engine does not stop
+_LONGEST_STOP = 30.0  # seconds for the engine to stop
 _YOUNG_OBJECTS = 20_000  # more than there were, before a collection
 
 
@@ -55,10 +58,13 @@ def bind(options: ServerOptions) -> socket.socket:
 
 
 def run(llm: AsyncLLM | AsyncPooler, options: ServerOptions, bound: socket.socket) -> None:
-    """Serve until a signal ends it."""
+    """Serve until a signal ends it. If the engine does not stop then, the process ends here, with 1."""
     http = make_http(llm, options)
     with asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:
         runner.run(http.serve(sockets=[bound]))
+    if http.server.is_stuck:
+        # Python's own exit would wait for what hangs: jax releases devices, which a step or a compiler still uses.
+        os._exit(1)
 
 
 def make_http(llm: AsyncLLM | AsyncPooler, options: ServerOptions) -> HttpServer:
@@ -105,11 +111,31 @@ def _lifespan(
         yield
         for task in tasks:
             task.cancel()
-        await asyncio.to_thread(server.llm.shutdown)
+        await stop_engine(server)
         if traces is not None:
             await asyncio.to_thread(traces.shutdown)
 
     return lifespan
+
+
+async def stop_engine(server: Server) -> None:
+    """Stop the engine, and wait for that, but not for one that hangs: the server is then marked as stuck."""
+    if server.is_stuck:
+        return
+    # A daemon, as the process waits at its end for the threads of `asyncio.to_thread`.
+    thread = threading.Thread(target=server.llm.shutdown, name="engine-shutdown", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + _LONGEST_STOP
+    while thread.is_alive():
+        if time.monotonic() > deadline:
+            server.is_stuck = True
+            logger.error(
+                "the engine has not stopped within %g s, as a step on the device, or a compiler, does not end; the "
+                "server ends without it",
+                _LONGEST_STOP,
+            )
+            return
+        await asyncio.sleep(_POLL)
 
 
 async def _warm_up(server: Server) -> None:
@@ -132,7 +158,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, server: Server):
         super().__init__(config)
-        self._server = server
+        self.server = server
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._is_hurried = False
@@ -140,11 +166,11 @@ class HttpServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Until a signal, or `drain`. Raises ValueError for adapters that cannot be had."""
         self._loop = asyncio.get_running_loop()
-        await self._server.adapters.load_first()
+        await self.server.adapters.load_first()
         for bound in sockets or ():
             scheme = "https" if self.config.ssl else "http"
             host, port = bound.getsockname()[:2]
-            logger.info("serving   %s on %s://%s:%d", self._server.model_name, scheme, host, port)
+            logger.info("serving   %s on %s://%s:%d", self.server.model_name, scheme, host, port)
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -166,28 +192,17 @@ class HttpServer(uvicorn.Server):
             self._is_hurried = True
 
     async def _drain(self) -> None:
-        in_flight = self._server.in_flight
+        in_flight = self.server.in_flight
         in_flight.is_draining = True
-        deadline = asyncio.get_running_loop().time() + self._server.options.shutdown_timeout
+        deadline = asyncio.get_running_loop().time() + self.server.options.shutdown_timeout
         while in_flight.num_requests and not self._is_hurried:
             if asyncio.get_running_loop().time() > deadline:
                 logger.warning("%d requests have not ended in time", in_flight.num_requests)
                 break
             await asyncio.sleep(_POLL)
-        await self._shut_down()
+        await stop_engine(self.server)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS):
                 while in_flight.num_requests:
                     await asyncio.sleep(_POLL)
         self.should_exit = True
-
-    async def _shut_down(self) -> None:
-        ending = asyncio.ensure_future(asyncio.to_thread(self._server.llm.shutdown))
-        await asyncio.wait([ending], timeout=_LONG)
-        if not ending.done():
-            logger.warning(
-                "the engine has not stopped for %g s: it waits for a step on the device, or a compiler; SIGKILL ends "
-                "the server at once",
-                _LONG,
-            )
-        await ending

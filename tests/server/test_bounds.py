@@ -1,8 +1,9 @@
-"""What must stay bounded: errors about bodies with many entries, stored responses, silence while an engine stops."""
+"""What must stay bounded: errors about bodies with many entries, stored responses, the wait for an engine to stop."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -93,26 +94,37 @@ def test_pictures_and_many_small_items_count():
     assert kept(store, 0, 1) == [1]
 
 
-class Stuck:
-    """An engine that does not stop until it is told to."""
+class StuckHttp:
+    """A server whose engine never stops, at the end of its life."""
 
-    def __init__(self) -> None:
-        self.goes_on = threading.Event()
+    def __init__(self, told_to_stop: list[str]):
+        def shutdown() -> None:
+            told_to_stop.append("told")
+            threading.Event().wait()
 
-    def shutdown(self) -> None:
-        assert self.goes_on.wait(10)
+        self.server: Any = SimpleNamespace(llm=SimpleNamespace(shutdown=shutdown), is_stuck=False)
+        self.config = SimpleNamespace(get_loop_factory=lambda: None)
+
+    async def serve(self, sockets: Any) -> None:
+        await run.stop_engine(self.server)  # when it was drained
+        await run.stop_engine(self.server)  # at the end of its application's life
 
 
-def test_a_server_says_that_its_engine_does_not_stop(monkeypatch):
-    llm, said = Stuck(), []
+def test_a_server_ends_without_an_engine_that_does_not_stop(monkeypatch, caplog):
+    told: list[str] = []
+    codes: list[int] = []
+    monkeypatch.setattr(run, "_LONGEST_STOP", 0.1)
+    monkeypatch.setattr(run, "make_http", lambda *_: StuckHttp(told))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    nothing: Any = None
+    run.run(nothing, nothing, nothing)
+    assert told == ["told"] and codes == [1]
+    assert "the engine has not stopped within 0.1 s" in caplog.text
 
-    def warn(text: str, *args: object) -> None:
-        said.append(text % args)
-        llm.goes_on.set()
 
-    monkeypatch.setattr(run, "_LONG", 0.001)
-    monkeypatch.setattr(run.logger, "warning", warn)
-    server: Any = run.HttpServer.__new__(run.HttpServer)
-    server._server = SimpleNamespace(llm=llm)
-    asyncio.run(server._shut_down())
-    assert len(said) == 1 and "has not stopped for 0.001 s" in said[0]
+def test_a_server_waits_for_an_engine_that_stops(caplog):
+    told: list[str] = []
+    stops = SimpleNamespace(shutdown=lambda: told.append("told"))
+    server: Any = SimpleNamespace(llm=stops, is_stuck=False)
+    asyncio.run(run.stop_engine(server))
+    assert told == ["told"] and not server.is_stuck and not caplog.text
