@@ -38,7 +38,7 @@ from jaxpage.reasoning import reasoning_tokens, to_reasoning_config
 from jaxpage.request import MaskSource, Request
 from jaxpage.sampling.features import features_of, processors_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.tokenization import read_tokenization
+from jaxpage.tokenization import Tokenization, check_length, read_tokenization
 from jaxpage.tokenizer import bad_words_token_ids, load_chat_template
 
 if TYPE_CHECKING:
@@ -99,26 +99,30 @@ class InputProcessor:
         self, prompts: Any, tokenization_kwargs: Mapping[str, Any] | None = None
     ) -> list[Prompt]:
         """One or several prompts, tokenised. Raises ValueError for anything that is not a prompt."""
-        parsed = parse(prompts, self.tokenizer, tokenization_kwargs)
-        return self._truncated([self._with_media(prompt) for prompt in parsed], tokenization_kwargs)
+        how = self._read(tokenization_kwargs)
+        parsed = parse(prompts, self.tokenizer, how)
+        return self._truncated([self._with_media(prompt) for prompt in parsed], how)
 
     def parse_chat(self, messages: Sequence[Any], **options: Any) -> list[Prompt]:
         """One or several conversations, as ids; `options` are those of `prompts.parse_chat`. Raises ValueError."""
         template = options.pop("chat_template", None) or self._config.chat_template
-        tokenization = options.pop("tokenization_kwargs", None)
+        how = self._read(options.pop("tokenization_kwargs", None))
         loaded = [self._loaded(conversation) for conversation in check_conversations(messages)]
+        pictures = [pictures_of(conversation) for conversation in loaded]
+        if any(pictures):
+            how = how.uncut()  # the text has a placeholder for each picture, which must not be lost
         prompts = parse_chat(
             loaded,
             self.tokenizer,
             chat_template=template,
-            tokenization_kwargs=tokenization,
+            tokenization_kwargs=how,
             **options,
         )
         seen = [
-            self._expanded(prompt, pictures_of(conversation))
-            for prompt, conversation in zip(prompts, loaded, strict=True)
+            self._expanded(prompt, its_pictures)
+            for prompt, its_pictures in zip(prompts, pictures, strict=True)
         ]
-        return self._truncated(seen, tokenization)
+        return self._truncated(seen, how)
 
     def _loaded(self, conversation: Sequence[Any]) -> Sequence[Any]:
         """The conversation with its pictures loaded. For models without vision, rendering refuses pictures later."""
@@ -142,10 +146,19 @@ class InputProcessor:
         token_ids, placed = self.pictures.expand(prompt.token_ids, pictures)
         return dataclasses.replace(prompt, token_ids=token_ids, pictures=placed)
 
-    def _truncated(
-        self, prompts: list[Prompt], tokenization_kwargs: Mapping[str, Any] | None
-    ) -> list[Prompt]:
+    def _read(self, tokenization_kwargs: Mapping[str, Any] | None) -> Tokenization:
+        """What the options mean here. Raises ValueError.
+
+        Unless they name a side, the tokenizer truncates texts, which then keep their BOS, as in vLLM.
+        """
         how = read_tokenization(tokenization_kwargs)
+        if how.length is None:
+            return how
+        check_length(how.length, self.limits.max_model_len)
+        length = self.limits.max_model_len - 1 if how.length == -1 else int(how.length)
+        return dataclasses.replace(how, length=length) if how.side else how.cut_by_tokenizer(length)
+
+    def _truncated(self, prompts: list[Prompt], how: Tokenization) -> list[Prompt]:
         if how.length is None:
             return prompts
         return [truncate(prompt, how.length, self.limits, how.side) for prompt in prompts]

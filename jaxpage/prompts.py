@@ -87,7 +87,9 @@ def parse(
         )
     parsed = [_parse_one(prompt) for prompt in prompts]
     how = read_tokenization(tokenization_kwargs)
-    _tokenize(parsed, tokenizer, how)
+    # Pictures are inserted for placeholders in the text, none of which may be lost.
+    _tokenize([prompt for prompt in parsed if prompt.media is not None], tokenizer, how.uncut())
+    _tokenize([prompt for prompt in parsed if prompt.media is None], tokenizer, how)
     return [_cut_like_text(prompt, tokenizer, how) for prompt in parsed]
 
 
@@ -187,10 +189,21 @@ def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, how: Tokenization) -> N
         raise ValueError("text prompts need a tokenizer, skip_tokenizer_init=True; give ids")
     texts = list(dict.fromkeys(texts))
     check_encodable(texts)
-    ids_of = dict(zip(texts, tokenizer(texts, **how.options)["input_ids"], strict=True))
+    ids_of = dict(zip(texts, encode(tokenizer, how, texts)["input_ids"], strict=True))
     for prompt in prompts:
         if prompt.text is not None and not prompt.token_ids:
             prompt.token_ids = list(ids_of[prompt.text])
+
+
+def encode(tokenizer: Any, how: Tokenization, *texts: list[str]) -> Mapping[str, Any]:
+    """What the tokenizer makes of texts, or of pairs of them; if it truncates, then at the side that is named."""
+    if how.side is None or not how.options.get("truncation"):
+        return tokenizer(*texts, **how.options)
+    usual, tokenizer.truncation_side = tokenizer.truncation_side, how.side
+    try:
+        return tokenizer(*texts, **how.options)
+    finally:
+        tokenizer.truncation_side = usual
 
 
 def _cut_like_text(prompt: Prompt, tokenizer: Any, how: Tokenization) -> Prompt:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 _KNOWN = (
@@ -28,6 +28,16 @@ class Tokenization:
     side: Literal["left", "right"] | None = None  # which end of a longer prompt is lost
     lower_case: bool = False
     needs_text: bool = False  # prompts of ids get their text, too
+
+    def cut_by_tokenizer(self, length: int) -> Tokenization:
+        """The same for texts that the tokenizer truncates to `length`, which keeps its special tokens."""
+        options = self.options | {"truncation": True, "max_length": length}
+        return replace(self, options=options, length=length)
+
+    def uncut(self) -> Tokenization:
+        """The same for texts that the tokenizer must not truncate."""
+        left_out = ("truncation", "max_length")
+        return replace(self, options={k: v for k, v in self.options.items() if k not in left_out})
 
 
 def read_tokenization(kwargs: Mapping[str, Any] | Tokenization | None) -> Tokenization:

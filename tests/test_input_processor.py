@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from jaxpage import LoRARequest, tiny
 from jaxpage.adapter_cache import AdapterCache
@@ -103,6 +105,39 @@ def test_prompts_are_truncated_as_by_vllm(make, options, kept):
     (chat,) = inputs.parse_chat(messages)
     (short,) = inputs.parse_chat(messages, tokenization_kwargs=options)
     assert short.token_ids == chat.token_ids[kept]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, [0, -2, -1]),
+        ({"truncation": True, "max_length": 3}, [0, -2, -1]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, [-3, -2, -1]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, [0, 1, 2]),
+        ({"truncate_prompt_tokens": 3, "add_special_tokens": False}, [-3, -2, -1]),
+    ],
+)
+def test_a_truncated_text_keeps_its_bos_unless_a_side_is_named(make, options, kept):
+    """As in vLLM: for a named side it cuts what the tokenizer made of the whole text."""
+    inputs = make()
+    inputs.tokenizer = copy.deepcopy(inputs.tokenizer)
+    bos = inputs.tokenizer.convert_ids_to_tokens(1)
+    inputs.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, 1)]
+    )
+    text = "Once upon a time there was"
+    (whole,) = inputs.parse(text, {"add_special_tokens": options.get("add_special_tokens")})
+    (short,) = inputs.parse(text, options)
+    assert short.token_ids == [whole.token_ids[i] for i in kept]
+    (ids,) = inputs.parse([whole.token_ids], options)
+    assert (
+        ids.token_ids
+        == whole.token_ids[
+            slice(3) if options.get("truncation_side") == "right" else slice(-3, None)
+        ]
+    )
+    (all_that_fits,) = inputs.parse(text * 40, {"truncate_prompt_tokens": -1})
+    assert len(all_that_fits.token_ids) == 63 and all_that_fits.token_ids[0] == 1
 
 
 def test_truncation_without_a_length_leaves_room_for_an_answer(make):

@@ -14,7 +14,7 @@ from jaxpage.chat_template import render
 from jaxpage.config import ResolvedConfig
 from jaxpage.pooling.engine import Text
 from jaxpage.pooling.sentence_transformers import SentenceTransformer
-from jaxpage.prompts import Limits, Prompt, check_encodable, parse, parse_chat, too_long
+from jaxpage.prompts import Limits, Prompt, check_encodable, encode, parse, parse_chat, too_long
 from jaxpage.tokenization import Tokenization, check_length, read_tokenization
 from jaxpage.tokenizer import load_chat_template
 
@@ -110,6 +110,27 @@ class PoolingInputs:
         ]
         return parse(texts, self.tokenizer, how)
 
+    def cut(self, texts: Any, max_tokens: int) -> Any:
+        """Prompts of any form, whose texts end after so many tokens; 0: as they are. Raises ValueError."""
+        if not max_tokens:
+            return texts
+        if self.tokenizer is None:
+            raise ValueError("limits of tokens per text need a tokenizer, skip_tokenizer_init=True")
+        if self._folder.lower_case:
+            texts = _lowered(texts)
+        return _mapped(texts, lambda text: self._beginning(text, max_tokens))
+
+    def _beginning(self, text: str, max_tokens: int) -> str:
+        check_encodable([text])
+        while True:
+            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            offsets = found["offset_mapping"]
+            if len(offsets) <= max_tokens:
+                return text
+            # Without its end a text may have other tokens, even more of them, so that it is cut again.
+            end = min(offsets[max_tokens - 1][1], offsets[max_tokens][0])
+            text = text[: min(end, len(text) - 1)]
+
     def texts(self, prompts: Sequence[Prompt]) -> list[Text]:
         """What the engine computes. Raises ValueError for prompts that it cannot compute."""
         texts = []
@@ -143,15 +164,12 @@ class PoolingInputs:
     def _read(self, tokenization_kwargs: Mapping[str, Any] | None) -> Tokenization:
         """What the options mean here: the tokenizer truncates, which keeps its special tokens at both ends."""
         how = read_tokenization(tokenization_kwargs)
-        if how.side == "left":
-            raise ValueError('truncation_side="left" is not supported: long texts lose their end')
         if how.length is None:
             return how
         most = self.limits.max_model_len
         check_length(how.length, most)
-        length = most if how.length == -1 else int(how.length)
-        options = how.options | {"truncation": True, "max_length": length}
-        return replace(how, options=options, length=length, side="right")
+        how = how.cut_by_tokenizer(most if how.length == -1 else int(how.length))
+        return replace(how, side=how.side or "right")
 
     def _with_prompt(self, prompts: Any, name: str | None) -> Any:
         if name is None:
@@ -172,7 +190,7 @@ class PoolingInputs:
         if self._folder.lower_case or how.lower_case:
             queries, documents = [q.lower() for q in queries], [d.lower() for d in documents]
         check_encodable([*queries, *documents])
-        found = self.tokenizer(list(queries), list(documents), **how.options)
+        found = encode(self.tokenizer, how, list(queries), list(documents))
         # The tokenizer does not truncate to less than its special tokens.
         longest = max(map(len, found["input_ids"]), default=0)
         if how.length is not None and longest > how.length:

@@ -45,7 +45,7 @@ def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendere
     chat_format = inputs.chat_format(body.chat_template)
     params = chat_format.params(body.params(inputs.default_options), tools, choice)
     server.check_size(1, params)
-    if params.truncate_prompt_tokens is None:
+    if body.truncate_prompt_tokens is None:
         check_messages(body.messages, inputs)
     options = body.template_options(
         trust_template=server.options.trust_request_chat_template,

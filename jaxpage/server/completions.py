@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from jaxpage.prompts import Prompt, truncate
+from jaxpage.prompts import Prompt
 from jaxpage.server.batch import Asked, Batch, Caller
 from jaxpage.server.context import Head, Server
 from jaxpage.server.logprobs import completion_logprobs, prompt_logprobs
@@ -43,16 +43,16 @@ class CompletionCall:
             params = body.params(inputs.default_options)
             check_max_tokens("max_tokens", body.max_tokens, inputs.limits.max_model_len)
             server.check_size(len(given), params)
-            length = params.truncate_prompt_tokens
-            for prompt in given if length is None else ():
+            for prompt in given if body.truncate_prompt_tokens is None else ():
                 check_length(prompt, inputs)
-            options = {"add_special_tokens": body.add_special_tokens}
+            options = {"add_special_tokens": body.add_special_tokens} | body.truncation()
             prompts = inputs.parse(given, options)
             first_texts: list[str | None] = [None] * len(prompts)
             for prompt in prompts:
                 prompt.cache_salt = body.cache_salt
             if body.echo:
-                prompts = [_echoed(prompt, length, inputs) for prompt in prompts]
+                for prompt in prompts:
+                    prompt.text = _echo(prompt, body.truncate_prompt_tokens, inputs)
                 first_texts = [inputs.decode(prompt.token_ids[:1]) for prompt in prompts]
             return _Asked(prompts=prompts, params=params, first_texts=first_texts)
 
@@ -177,12 +177,16 @@ class CompletionCall:
         return logprobs
 
 
-def _echoed(prompt: Prompt, length: int | None, inputs: InputProcessor) -> Prompt:
-    """The prompt, truncated to `length` unless that is None, with the text to echo. Raises ValueError."""
-    kept = prompt if length is None else truncate(prompt, length, inputs.limits)
-    if kept.text is None or len(kept.token_ids) < len(prompt.token_ids):
-        kept.text = inputs.decode(kept.token_ids)
-    return kept
+def _echo(prompt: Prompt, length: int | None, inputs: InputProcessor) -> str | None:
+    """The text of the prompt, of which at most `length` tokens were kept."""
+    if length == -1:
+        length = inputs.limits.max_model_len - 1
+    may_be_cut = length is not None and len(prompt.token_ids) >= length
+    if prompt.text is not None and not may_be_cut:
+        return prompt.text
+    kept = inputs.decode(prompt.token_ids) or ""
+    is_whole = prompt.text is not None and kept.endswith(prompt.text)
+    return prompt.text if is_whole else kept
 
 
 @dataclass

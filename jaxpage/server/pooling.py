@@ -123,7 +123,8 @@ def _add_calls_of_pairs(app: FastAPI, server: Server, llm: AsyncPooler) -> None:
         num_texts = len(second) if isinstance(second, list) else 1
 
         def prepare(pooler: Pooler) -> Work:
-            return pooler.score(first, second, body.params())
+            ones, others = body.cut(pooler.inputs, first, second)
+            return pooler.score(ones, others, body.params(), body.tokenization())
 
         def make(outputs: Outputs) -> Body:
             scores = [output.outputs.score for output in outputs]
@@ -140,7 +141,8 @@ def _add_calls_of_pairs(app: FastAPI, server: Server, llm: AsyncPooler) -> None:
         texts = body.texts()
 
         def prepare(pooler: Pooler) -> Work:
-            return pooler.score(body.query, texts, body.params())
+            query, documents = body.cut(pooler.inputs, body.query, texts)
+            return pooler.score(query, documents, body.params(), body.tokenization())
 
         def make(outputs: Outputs) -> Body:
             return {"results": _ranked(texts, outputs, body.top_n)}
@@ -230,7 +232,7 @@ def _num_inputs(body: InputFields) -> int:
 def _prompts(pooler: Pooler, body: InputFields, prompt_name: str | None = None) -> list[Prompt]:
     """The input as token ids. Raises ValueError."""
     inputs, length = pooler.inputs, body.truncate_prompt_tokens
-    options = {"truncate_prompt_tokens": length}
+    options = body.tokenization()
     if body.messages is not None:
         if length is None:
             check_messages(body.messages, _as_any(inputs))
@@ -238,12 +240,12 @@ def _prompts(pooler: Pooler, body: InputFields, prompt_name: str | None = None) 
             body.messages,
             add_generation_prompt=False,
             chat_template_kwargs=body.chat_template_kwargs,
-            tokenization_kwargs=options,
+            tokenization_kwargs=options | {"add_special_tokens": None},
         )
     given = body.prompts()
     for prompt in given if length is None else ():
         check_length(prompt, _as_any(inputs))
-    return inputs.parse(given, {**body.tokenization(), **options}, prompt_name=prompt_name)
+    return inputs.parse(given, options, prompt_name=prompt_name)
 
 
 def _items(kind: str, name: str, found: list[Any], body: EmbeddingRequest) -> list[Body]:

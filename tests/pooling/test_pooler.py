@@ -124,10 +124,6 @@ def test_a_reward_is_read_at_the_tag_of_a_step():
             "more than max_model_len=8",
         ),
         (
-            lambda p: p.embed([1], tokenization_kwargs={"truncation_side": "left"}),
-            'truncation_side="left" is not supported',
-        ),
-        (
             lambda p: p.embed([1] * 9, tokenization_kwargs={"max_length": 3}),  # truncates nothing
             "your prompt contains 9 input tokens",
         ),
@@ -210,6 +206,44 @@ def test_ids_are_cut_to_the_length_that_is_asked_for():
         params = PoolingParams(truncate_prompt_tokens=length)
         work = pooler().embed([list(range(20))], params)
         assert list(work.texts[0].token_ids) == list(range(left))
+
+
+@pytest.mark.parametrize(
+    "text", ["w7 w8 w9 w8 w7 w6", [2, 7, 8, 9, 8, 7, 6, 3]], ids=["text", "ids"]
+)
+@pytest.mark.parametrize(
+    ("side", "of_text", "of_ids"),
+    [
+        (None, [2, 7, 8, 3], [2, 7, 8, 9]),
+        ("right", [2, 7, 8, 3], [2, 7, 8, 9]),
+        ("left", [2, 7, 6, 3], [8, 7, 6, 3]),
+    ],
+)
+def test_a_text_loses_the_side_that_is_named_between_its_special_tokens(
+    tokenizer, text, side, of_text, of_ids
+):
+    usual = tokenizer.truncation_side
+    cut = {"truncate_prompt_tokens": 4, "truncation_side": side}
+    work = pooler(INFO, tokenizer).embed([text], tokenization_kwargs=cut)
+    kept = of_text if isinstance(text, str) else of_ids
+    assert list(work.texts[0].token_ids) == kept
+    assert tokenizer.truncation_side == usual
+
+
+def test_the_longer_text_of_a_pair_loses_the_side_that_is_named(tokenizer):
+    for side, kept in (("right", [8, 9]), ("left", [9, 6])):
+        cut = {"truncate_prompt_tokens": 6, "truncation_side": side}
+        work = pooler(CROSS, tokenizer).score("w7", "w8 w9 w8 w9 w6", tokenization_kwargs=cut)
+        assert list(work.texts[0].token_ids) == [2, 7, 3, *kept, 3]
+
+
+def test_texts_end_after_so_many_tokens(tokenizer):
+    inputs = pooler(INFO, tokenizer).inputs
+    texts = ["w7 w8 w9", "w7 w8", "", [2, 7, 3]]
+    assert inputs.cut(texts, 2) == ["w7 w8", "w7 w8", "", [2, 7, 3]]
+    assert inputs.cut("w7 w8 w9", 1) == "w7" and inputs.cut("w7 w8", 0) == "w7 w8"
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        pooler().inputs.cut("w7", 1)
 
 
 def test_an_empty_list_of_labels_returns_all():

@@ -8,6 +8,7 @@ import json
 import jsonschema
 import openai
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from jaxpage import SamplingParams
 from jaxpage.outputs import Logprob
@@ -128,10 +129,45 @@ def test_the_echo_of_a_truncated_prompt_is_what_was_read(client, llm):
         assert choice.prompt_token_ids == ids[-2:]
         assert choice.logprobs.tokens[:2] == [tokenizer.decode([i]) for i in ids[-2:]]
         assert choice.text == "".join(choice.logprobs.tokens)
-    whole = client.completions.create(
-        **asked | {"prompt": PROMPT}, extra_body=cut | {"truncate_prompt_tokens": 99}
+    for length in (len(ids), 99):
+        whole = client.completions.create(
+            **asked | {"prompt": PROMPT}, extra_body=cut | {"truncate_prompt_tokens": length}
+        )
+        assert whole.choices[0].text.startswith(PROMPT)
+
+
+@pytest.fixture
+def bos(llm):
+    """While this is in use, texts begin with this token."""
+    tokenizer = llm.get_tokenizer()
+    token = tokenizer.eos_token
+    usual = tokenizer.backend_tokenizer.post_processor
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, tokenizer.eos_token_id)]
     )
-    assert whole.choices[0].text.startswith(PROMPT)
+    yield tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = usual
+
+
+def prompt_ids(client, **cut) -> list[int]:
+    more = {"truncate_prompt_tokens": 3, "return_token_ids": True, **cut}
+    answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=1, extra_body=more)
+    return answer.choices[0].prompt_token_ids
+
+
+def test_what_truncation_keeps(client, llm, bos):
+    whole = llm.get_tokenizer()(PROMPT)["input_ids"]
+    assert whole[0] == bos and len(whole) > 4
+    assert prompt_ids(client) == [bos, *whole[-2:]]
+    assert prompt_ids(client, truncation_side="left") == whole[-3:]
+    assert prompt_ids(client, truncation_side="right") == whole[:3]
+    assert prompt_ids(client, truncate_prompt_tokens=len(whole)) == whole
+    chat = dict(model="demo", messages=MESSAGES, max_tokens=1)
+    read = client.chat.completions.create(**chat, extra_body={"return_token_ids": True})
+    for side, kept in ((None, slice(-3, None)), ("left", slice(-3, None)), ("right", slice(3))):
+        cut = {"return_token_ids": True, "truncate_prompt_tokens": 3, "truncation_side": side}
+        found = client.chat.completions.create(**chat, extra_body=cut)
+        assert found.prompt_token_ids == read.prompt_token_ids[kept]
 
 
 def test_tokens_without_text_are_named_by_their_ids():

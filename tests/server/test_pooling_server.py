@@ -162,6 +162,38 @@ def test_a_pair_is_not_cut_shorter_than_its_special_tokens(ranker_url):
         assert "3 special tokens" in message
 
 
+def test_queries_and_documents_have_limits_of_their_own(ranker_url, url):
+    """As in vLLM, they lose their end, and the answer has whole documents."""
+    limits = {"max_tokens_per_query": 2, "max_tokens_per_doc": 3}
+    long, short = ("w8 w7 w6", "w9 w8 w7 w6 w5"), ("w8 w7", "w9 w8 w7")
+    for server in (ranker_url, url):
+        body = {"text_1": long[0], "text_2": long[1]} | limits
+        status, cut = ask(server, "/score", body)
+        assert status == 200, cut
+        _, given = ask(server, "/score", {"text_1": short[0], "text_2": short[1]})
+        assert cut["data"] == given["data"] and cut["usage"] == given["usage"]
+        _, ranked = ask(server, "/rerank", {"query": long[0], "documents": [long[1]]} | limits)
+        (result,) = ranked["results"]
+        assert result["document"] == {"text": long[1]}
+        assert result["relevance_score"] == given["data"][0]["score"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/rerank"])
+def test_the_side_that_long_texts_lose(url, path):
+    texts = {"/v1/embeddings": ("input",), "/score": ("text_1", "text_2")}
+    names = texts.get(path, ("query", "documents"))
+    found = []
+    for text, cut in (
+        ("w8 w7 w6 w5", {"truncate_prompt_tokens": 4, "truncation_side": "left"}),
+        ("w6 w5", {}),
+    ):
+        body = dict(zip(names, (text, "w9"), strict=False))
+        status, answer = ask(url, path, body | cut)
+        assert status == 200, answer
+        found.append((answer.get("data") or answer["results"], answer["usage"]))
+    assert found[0] == found[1]
+
+
 def test_raw_numbers_of_texts_and_of_tokens(url):
     _, answer = ask(url, "/pooling", {"input": "w8 w7", "use_activation": False})
     (item,) = answer["data"]
@@ -292,10 +324,10 @@ def test_types_and_byte_orders_of_base64(name, dtype, tolerance):
         ("/v1/embeddings", {"embed_dtype": "float64"}),
         ("/v1/embeddings", {"endianness": "middle"}),
         ("/v1/embeddings", {"encoding_format": "bytes"}),
-        ("/v1/embeddings", {"truncation_side": "left"}),
+        ("/v1/embeddings", {"truncation_side": "middle"}),
         ("/v1/embeddings", {"cache_salt": ""}),
-        ("/score", {"max_tokens_per_doc": 5}),
-        ("/rerank", {"max_tokens_per_doc": 5}),
+        ("/score", {"max_tokens_per_doc": -1}),
+        ("/rerank", {"max_tokens_per_query": 32}),
     ],
 )
 def test_what_would_be_ignored_is_refused(url, path, field):

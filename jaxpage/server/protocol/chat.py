@@ -96,6 +96,12 @@ class ChatRequest(SamplingRequest, TemplateFields):
     echo: bool = False
     include_reasoning: bool = True
 
+    def template_options(self, **options: Any) -> dict[str, Any]:
+        """See `TemplateFields`. Raises ValueError."""
+        found = super().template_options(**options)
+        found["tokenization_kwargs"] |= self.truncation()
+        return found
+
     def choice(self) -> Any:
         """`tool_choice` with its default. Raises ValueError."""
         if self.tools == []:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from jaxpage.pooling.inputs import PoolingInputs
 from jaxpage.pooling.params import PoolingParams
 from jaxpage.server.protocol.lists import ListOf
 from jaxpage.server.protocol.sampling import OpenModel, RequestId
@@ -33,16 +33,14 @@ class PoolingFields(OpenModel):
 
     def params(self, **more: Any) -> PoolingParams:
         """Raises ValueError."""
-        if self.truncation_side == "left":
-            raise ValueError('truncation_side="left" is not supported: texts lose their end')
-        return PoolingParams(
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            use_activation=self.use_activation,
-            **more,
-        )
+        return PoolingParams(use_activation=self.use_activation, **more)
 
-    def tokenization(self) -> Mapping[str, Any]:
-        return {}
+    def tokenization(self) -> dict[str, Any]:
+        """`tokenization_kwargs`."""
+        return {
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
+            "truncation_side": self.truncation_side,
+        }
 
 
 class InputFields(PoolingFields):
@@ -65,8 +63,9 @@ class InputFields(PoolingFields):
         is_one = isinstance(given, str) or isinstance(given[0], int)
         return [given] if is_one else list(given)
 
-    def tokenization(self) -> Mapping[str, Any]:
-        return {"add_special_tokens": self.add_special_tokens}
+    def tokenization(self) -> dict[str, Any]:
+        """`tokenization_kwargs`."""
+        return {"add_special_tokens": self.add_special_tokens, **super().tokenization()}
 
 
 class EmbeddingRequest(InputFields):
@@ -101,8 +100,20 @@ class PoolingRequest(EmbeddingRequest):
 class PairFields(PoolingFields):
     """For pairs of texts."""
 
-    max_tokens_per_query: Literal[0] | None = None  # other limits are refused
-    max_tokens_per_doc: Literal[0] | None = None
+    max_tokens_per_query: int = Field(0, ge=0)  # longer texts lose their end; 0: no limit
+    max_tokens_per_doc: int = Field(0, ge=0)
+
+    def cut(self, inputs: PoolingInputs, queries: Any, documents: Any) -> tuple[Any, Any]:
+        """Both without what is too long. Raises ValueError."""
+        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+            if getattr(self, name) >= inputs.limits.max_model_len:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be less than max_model_len={inputs.limits.max_model_len}"
+                )
+        return (
+            inputs.cut(queries, self.max_tokens_per_query),
+            inputs.cut(documents, self.max_tokens_per_doc),
+        )
 
 
 class ScoreRequest(PairFields):

@@ -23,8 +23,7 @@ _SAMPLING_FIELDS = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
     "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
     "spaces_between_special_tokens", "include_stop_str_in_output", "stream_interval", "allowed_token_ids",
-    "bad_words", "thinking_token_budget", "repetition_detection", "truncate_prompt_tokens",
-    "prompt_logprobs",
+    "bad_words", "thinking_token_budget", "repetition_detection", "prompt_logprobs",
 )  # fmt: skip
 _GUIDED = {
     "guided_json": "json",
@@ -138,13 +137,16 @@ class SamplingRequest(SamplingFields):
             options["extra_args"] = self.vllm_xargs
         return options
 
+    def truncation(self) -> dict[str, Any]:
+        """Which part of a longer prompt is kept, as `tokenization_kwargs`."""
+        return {
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
+            "truncation_side": self.truncation_side,
+        }
+
     def _refuse(self) -> None:
         if self.use_beam_search:
             raise ValueError("use_beam_search is not served; use LLM.beam_search")
-        if self.truncation_side == "right":
-            raise ValueError(
-                'truncation_side="right" is not supported: prompts lose their beginning'
-            )
         if self.kv_transfer_params:
             raise ValueError("kv_transfer_params are not supported; leave them out")
         options = self.stream_options
