@@ -38,7 +38,7 @@ from jaxpage.reasoning import reasoning_tokens, to_reasoning_config
 from jaxpage.request import MaskSource, Request
 from jaxpage.sampling.features import features_of, processors_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.tokenization import Tokenization, check_length, read_tokenization
+from jaxpage.tokenization import Tokenization, read_tokenization
 from jaxpage.tokenizer import bad_words_token_ids, load_chat_template
 
 if TYPE_CHECKING:
@@ -105,19 +105,14 @@ class InputProcessor:
 
     def parse_chat(self, messages: Sequence[Any], **options: Any) -> list[Prompt]:
         """One or several conversations, as ids; `options` are those of `prompts.parse_chat`. Raises ValueError."""
-        template = options.pop("chat_template", None) or self._config.chat_template
-        how = self._read(options.pop("tokenization_kwargs", None))
+        template = options.get("chat_template") or self._config.chat_template
+        how = self._read(options.get("tokenization_kwargs"))
         loaded = [self._loaded(conversation) for conversation in check_conversations(messages)]
         pictures = [pictures_of(conversation) for conversation in loaded]
         if any(pictures):
             how = how.uncut()  # the text has a placeholder for each picture, which must not be lost
-        prompts = parse_chat(
-            loaded,
-            self.tokenizer,
-            chat_template=template,
-            tokenization_kwargs=how,
-            **options,
-        )
+        options |= {"chat_template": template, "tokenization_kwargs": how}
+        prompts = parse_chat(loaded, self.tokenizer, **options)
         seen = [
             self._expanded(prompt, its_pictures)
             for prompt, its_pictures in zip(prompts, pictures, strict=True)
@@ -147,16 +142,11 @@ class InputProcessor:
         return dataclasses.replace(prompt, token_ids=token_ids, pictures=placed)
 
     def _read(self, tokenization_kwargs: Mapping[str, Any] | None) -> Tokenization:
-        """What the options mean here. Raises ValueError.
-
-        Unless they name a side, the tokenizer truncates texts, which then keep their BOS, as in vLLM.
-        """
-        how = read_tokenization(tokenization_kwargs)
-        if how.length is None:
-            return how
-        check_length(how.length, self.limits.max_model_len)
-        length = self.limits.max_model_len - 1 if how.length == -1 else int(how.length)
-        return dataclasses.replace(how, length=length) if how.side else how.cut_by_tokenizer(length)
+        """What the options mean here. Raises ValueError."""
+        most = self.limits.max_model_len
+        how = read_tokenization(tokenization_kwargs).within(most, most - 1)
+        # As in vLLM, texts keep their BOS unless a side is named.
+        return how if how.side else how.cut_by_tokenizer()
 
     def _truncated(self, prompts: list[Prompt], how: Tokenization) -> list[Prompt]:
         if how.length is None:

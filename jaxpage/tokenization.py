@@ -29,10 +29,19 @@ class Tokenization:
     lower_case: bool = False
     needs_text: bool = False  # prompts of ids get their text, too
 
-    def cut_by_tokenizer(self, length: int) -> Tokenization:
-        """The same for texts that the tokenizer truncates to `length`, which keeps its special tokens."""
-        options = self.options | {"truncation": True, "max_length": length}
-        return replace(self, options=options, length=length)
+    def within(self, max_model_len: int, longest: int) -> Tokenization:
+        """The same, with `longest` as the length that -1 stands for. Raises ValueError for a bad length."""
+        if self.length is None:
+            return self
+        check_length(self.length, max_model_len)
+        return replace(self, length=longest if self.length == -1 else int(self.length))
+
+    def cut_by_tokenizer(self) -> Tokenization:
+        """The same for texts that the tokenizer truncates, which then keep its special tokens."""
+        if self.length is None:
+            return self
+        options = self.options | {"truncation": True, "max_length": self.length}
+        return replace(self, options=options)
 
     def uncut(self) -> Tokenization:
         """The same for texts that the tokenizer must not truncate."""

@@ -15,7 +15,7 @@ from jaxpage.config import ResolvedConfig
 from jaxpage.pooling.engine import Text
 from jaxpage.pooling.sentence_transformers import SentenceTransformer
 from jaxpage.prompts import Limits, Prompt, check_encodable, encode, parse, parse_chat, too_long
-from jaxpage.tokenization import Tokenization, check_length, read_tokenization
+from jaxpage.tokenization import Tokenization, read_tokenization
 from jaxpage.tokenizer import load_chat_template
 
 
@@ -163,12 +163,8 @@ class PoolingInputs:
 
     def _read(self, tokenization_kwargs: Mapping[str, Any] | None) -> Tokenization:
         """What the options mean here: the tokenizer truncates, which keeps its special tokens at both ends."""
-        how = read_tokenization(tokenization_kwargs)
-        if how.length is None:
-            return how
         most = self.limits.max_model_len
-        check_length(how.length, most)
-        how = how.cut_by_tokenizer(most if how.length == -1 else int(how.length))
+        how = read_tokenization(tokenization_kwargs).within(most, most).cut_by_tokenizer()
         return replace(how, side=how.side or "right")
 
     def _with_prompt(self, prompts: Any, name: str | None) -> Any:

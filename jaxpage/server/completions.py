@@ -179,14 +179,12 @@ class CompletionCall:
 
 def _echo(prompt: Prompt, length: int | None, inputs: InputProcessor) -> str | None:
     """The text of the prompt, of which at most `length` tokens were kept."""
-    if length == -1:
-        length = inputs.limits.max_model_len - 1
-    may_be_cut = length is not None and len(prompt.token_ids) >= length
-    if prompt.text is not None and not may_be_cut:
-        return prompt.text
-    kept = inputs.decode(prompt.token_ids) or ""
-    is_whole = prompt.text is not None and kept.endswith(prompt.text)
-    return prompt.text if is_whole else kept
+    kept = inputs.decode(prompt.token_ids)
+    if prompt.text is None or kept is None:
+        return kept
+    longest = inputs.limits.max_model_len - 1 if length == -1 else length
+    may_be_cut = longest is not None and len(prompt.token_ids) >= longest
+    return kept if may_be_cut and not kept.endswith(prompt.text) else prompt.text
 
 
 @dataclass
