@@ -167,6 +167,10 @@ def test_queries_and_documents_have_limits_of_their_own(ranker_url, url):
     limits = {"max_tokens_per_query": 2, "max_tokens_per_doc": 3}
     long, short = ("w8 w7 w6", "w9 w8 w7 w6 w5"), ("w8 w7", "w9 w8 w7")
     for server in (ranker_url, url):
+        status, _ = ask(
+            server, "/rerank", {"query": "w8", "documents": ["w9"]} | dict.fromkeys(limits)
+        )
+        assert status == 200
         body = {"text_1": long[0], "text_2": long[1]} | limits
         status, cut = ask(server, "/score", body)
         assert status == 200, cut

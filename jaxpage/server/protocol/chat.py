@@ -29,13 +29,10 @@ class Function(OpenModel):
 
     def to_tool(self) -> dict[str, Any]:
         """The tool that chat templates get: vLLM's keys, in its order, as many templates write them all as JSON."""
-        fields = (
-            "name",
-            "description",
-            "parameters",
-            *(("strict",) if self.strict is not None else ()),
-        )
-        return {"type": "function", "function": {name: getattr(self, name) for name in fields}}
+        names = ["name", "description", "parameters"]
+        if self.strict is not None:
+            names.append("strict")
+        return {"type": "function", "function": {name: getattr(self, name) for name in names}}
 
 
 class Tool(OpenModel):

@@ -100,19 +100,19 @@ class PoolingRequest(EmbeddingRequest):
 class PairFields(PoolingFields):
     """For pairs of texts."""
 
-    max_tokens_per_query: int = Field(0, ge=0)  # longer texts lose their end; 0: no limit
-    max_tokens_per_doc: int = Field(0, ge=0)
+    max_tokens_per_query: int | None = Field(None, ge=0)  # longer texts lose their end; 0: no limit
+    max_tokens_per_doc: int | None = Field(None, ge=0)
 
     def cut(self, inputs: PoolingInputs, queries: Any, documents: Any) -> tuple[Any, Any]:
         """Both without what is too long. Raises ValueError."""
+        most = inputs.limits.max_model_len
         for name in ("max_tokens_per_query", "max_tokens_per_doc"):
-            if getattr(self, name) >= inputs.limits.max_model_len:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must be less than max_model_len={inputs.limits.max_model_len}"
-                )
+            limit = getattr(self, name) or 0
+            if limit >= most:
+                raise ValueError(f"{name}={limit} must be less than max_model_len={most}")
         return (
-            inputs.cut(queries, self.max_tokens_per_query),
-            inputs.cut(documents, self.max_tokens_per_doc),
+            inputs.cut(queries, self.max_tokens_per_query or 0),
+            inputs.cut(documents, self.max_tokens_per_doc or 0),
         )
 
 
