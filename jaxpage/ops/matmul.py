@@ -156,20 +156,25 @@ def matmul(
     `kernel` is the result of `choose`.
     """
     rows = x.reshape(-1, x.shape[-1])
-    quantized, by_kernel = isinstance(weight, QuantizedWeight), kernel.serves(rows.shape[0])
-    if not quantized and not by_kernel:
-        return matmul_xla.matmul(x, weight, bias=bias, dtype=dtype)
-    product: Callable[..., jax.Array] = quant_matmul_xla.quant_matmul
-    if by_kernel:
-        operation = "quant_matmul" if quantized else "matmul"
-        of_platform = kernel_of(operation, str(kernel.platform))
-        product = partial(getattr(of_platform, operation), sizes=kernel.sizes)
-    if quantized:
+    by_kernel = kernel.serves(rows.shape[0])
+    if isinstance(weight, QuantizedWeight):
+        product = quant_matmul_xla.quant_matmul
+        if by_kernel:
+            product = _of_kernel("quant_matmul", kernel)
         product = partial(product, round_x=_rounds_x(weight))
+    elif by_kernel:
+        product = _of_kernel("matmul", kernel)
+    else:
+        return matmul_xla.matmul(x, weight, bias=bias, dtype=dtype)
     if by_kernel and kernel.mesh is not None and kernel.mesh.size > 1:
         product = partial(_divided, product, kernel.mesh, kernel.spec)
     out = product(rows, weight, bias=bias, dtype=dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _of_kernel(operation: str, kernel: MatmulKernel) -> Callable[..., jax.Array]:
+    module = kernel_of(operation, str(kernel.platform))
+    return partial(getattr(module, operation), sizes=kernel.sizes)
 
 
 def _divided(
