@@ -8,6 +8,7 @@ For int8 weights each row of x is rounded to int8 too. Integer sums are exact, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -155,8 +156,7 @@ def matmul(
 
     `kernel` is the result of `choose`.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    by_kernel = kernel.serves(rows.shape[0])
+    by_kernel = kernel.serves(math.prod(x.shape[:-1]))
     if isinstance(weight, QuantizedWeight):
         product = quant_matmul_xla.quant_matmul
         if by_kernel:
@@ -168,7 +168,7 @@ def matmul(
         return matmul_xla.matmul(x, weight, bias=bias, dtype=dtype)
     if by_kernel and kernel.mesh is not None and kernel.mesh.size > 1:
         product = partial(_divided, product, kernel.mesh, kernel.spec)
-    out = product(rows, weight, bias=bias, dtype=dtype)
+    out = product(x.reshape(-1, x.shape[-1]), weight, bias=bias, dtype=dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
