@@ -41,8 +41,12 @@ from jaxpage.runner.spec import PictureSpec, StepSpec
 from jaxpage.runner.strict import check_strict
 from jaxpage.sampling.features import processors_of
 from jaxpage.weights.spec import ParamSpec, specs
-from jaxpage.weights.transform import choose_experts, join_projections, quantize
-from pallas_kernels.quant_matmul.quantized import QuantizedWeight
+from jaxpage.weights.transform import (
+    choose_experts,
+    choose_products,
+    join_projections,
+    quantize,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -176,8 +180,8 @@ class EngineSpec:
         )
 
     def transform_weights(self, *, join: bool = True) -> set[str]:
-        """Join and quantize the model's parameters in place, arrays or shapes, choose kernels for experts, and add
-        parameters for adapters. Call once, before `lowerings`. `join=False` keeps parameters apart, as trainers do.
+        """Join and quantize the model's parameters in place, arrays or shapes, choose kernels, and add parameters for
+        adapters. Call once, before `lowerings`. `join=False` keeps parameters apart, as trainers do.
 
         Returns lines that say which products run in plain XLA although a kernel exists, and why.
         """
@@ -190,6 +194,10 @@ class EngineSpec:
             join_projections(self.model)
         if config.quantization == "int8":
             note("int8 products", quantize(self.model, self.choose_matmul))
+        # The kernel has no gradient, which trainers and researchers need, and strict steps need XLA's sums.
+        fast = join and config.numerics != "strict" and config.research is None
+        if fast and self.hardware.platform == "gpu":
+            note("products of few tokens", choose_products(self.model, self.choose_matmul))
         note("experts", choose_experts(self.model, self.choose_experts))
         if config.enable_lora:
             sizes = {"num_slots": config.max_loras, "rank": config.max_lora_rank}
@@ -198,9 +206,9 @@ class EngineSpec:
         return lines
 
     def choose_matmul(
-        self, weight: QuantizedWeight, axes: tuple[str, ...], units: tuple[int, ...]
+        self, weight: matmul.Weight, axes: tuple[str, ...], units: tuple[int, ...]
     ) -> Choice[matmul.MatmulKernel]:
-        """The kernel for a quantized weight of the model, whose axes `parallel.sharding` knows."""
+        """The kernel for a weight of the model, whose axes `parallel.sharding` knows."""
         mesh, spec = None, PartitionSpec()
         if self.mesh is not None and self.num_devices > 1:
             where = sharding(self.mesh, axes, units)

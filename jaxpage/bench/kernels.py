@@ -23,10 +23,11 @@ from pallas_kernels.grouped_matmul import cases as grouped_cases
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
 from pallas_kernels.kv_write.storage import to_storage
 from pallas_kernels.kv_write.xla import write_kv
+from pallas_kernels.matmul import cases as matmul_cases
 from pallas_kernels.paged_attention import cases as attention_cases
 from pallas_kernels.paged_attention.cases import Case
-from pallas_kernels.quant_matmul import cases as matmul_cases
-from pallas_kernels.quant_matmul import reference as matmul_definition
+from pallas_kernels.quant_matmul import cases as quant_cases
+from pallas_kernels.quant_matmul import reference as quant_definition
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight, round_rows
 from pallas_kernels.rope import cases as rope_cases
 from pallas_kernels.rope import reference as rope_definition
@@ -36,6 +37,7 @@ BAR = Bar("<=", 1e-2)  # relative, in bfloat16
 SAME = Bar("<=", 0)
 OPERATIONS = (
     "paged_attention",
+    "matmul",
     "quant_matmul",
     "grouped_matmul",
     "block_copy",
@@ -76,7 +78,7 @@ def measure(context: Context) -> Iterator[Result]:
                 yield missing(f"{operation} ({module})", "", reason)
     # On the host, because compiling the many small programs that create arguments would take minutes for a GPU.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        products = _attention_checks, _matmul_checks, _grouped_checks
+        products = _attention_checks, _matmul_checks, _quant_checks, _grouped_checks
         kinds = *products, _copy_checks, _write_checks, _rope_checks
         checks = [check for kind in kinds for check in kind(platform, context.tiny)]
     for check in checks:
@@ -195,9 +197,31 @@ def _writing(attend: Callable[..., Any], arguments: dict, given: dict) -> tuple:
 
 
 def _matmul_checks(platform: str, tiny: bool) -> Iterator[Check]:
+    """Few tokens, of edge cases and of a model's layers."""
+    layers = [
+        matmul_cases.Case(name=f"{num_in}-to-{num_out}", num_in=num_in, num_out=num_out, bias=True)
+        for num_in, num_out in quant_cases.LAYERS["3b"]
+    ]
+    cases = matmul_cases.SMALL[::3] if tiny else [*matmul_cases.SMALL, *layers]
+    for module_name, module in _modules("matmul", platform):
+        sizes = _tuned("matmul", module_name)
+
+        def run(x, weight, bias, module=module, sizes=sizes):
+            return module.matmul(x, weight, bias=bias, **sizes)
+
+        for case in cases:
+            x, weight, bias = matmul_cases.arguments(case).values()
+            want = oracle.float64(x) @ oracle.float64(weight).T
+            if bias is not None:
+                want += oracle.float64(bias)
+            name = f"matmul ({module_name}) {case.name}"
+            yield Check(name, run, (x, weight, bias), partial(_error, want))
+
+
+def _quant_checks(platform: str, tiny: bool) -> Iterator[Check]:
     formats = {"int8": None, "int4": 128, "fp8_e4m3": None}  # format: group size
     large = [
-        matmul_cases.Case(
+        quant_cases.Case(
             name=f"{format}-{num_in}-to-{num_out}",
             num_tokens=64,
             num_in=num_in,
@@ -205,11 +229,11 @@ def _matmul_checks(platform: str, tiny: bool) -> Iterator[Check]:
             format=format,
             group_size=group_size,
         )
-        for num_in, num_out in matmul_cases.LAYERS["3b"][2:]
+        for num_in, num_out in quant_cases.LAYERS["3b"][2:]
         for format, group_size in formats.items()
     ]
-    cases = matmul_cases.SMALL[::5] if tiny else [*matmul_cases.SMALL, *large]
-    inputs = [(case, *matmul_cases.arguments(case)) for case in cases]
+    cases = quant_cases.SMALL[::5] if tiny else [*quant_cases.SMALL, *large]
+    inputs = [(case, *quant_cases.arguments(case)) for case in cases]
     errors = [partial(_error, _product(*given)) for given in inputs]
     for module_name, module in _modules("quant_matmul", platform):
         sizes = _tuned("quant_matmul", module_name)
@@ -219,12 +243,12 @@ def _matmul_checks(platform: str, tiny: bool) -> Iterator[Check]:
             yield Check(name, run, tuple(arguments), error)
 
 
-def _product(case: matmul_cases.Case, x: jax.Array, weight: QuantizedWeight) -> np.ndarray:
+def _product(case: quant_cases.Case, x: jax.Array, weight: QuantizedWeight) -> np.ndarray:
     """float64[T, num_out]"""
     if case.round_x:
         integers, scale = round_rows(x)
         x = integers.astype(jnp.float32) * scale
-    w = oracle.float64(matmul_definition.dequantize(weight))
+    w = oracle.float64(quant_definition.dequantize(weight))
     return oracle.float64(x) @ w[:, : x.shape[1]].T
 
 

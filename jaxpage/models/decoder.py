@@ -29,10 +29,10 @@ from jaxpage.models.layers import (
     Normal,
     NormLayer,
     RMSNorm,
-    matmul,
 )
 from jaxpage.models.lora import with_adapters
 from jaxpage.models.rope import Rotation
+from jaxpage.ops.matmul import matmul
 from pallas_kernels.rope.reference import split
 
 

@@ -16,8 +16,9 @@ from flax import nnx
 
 from jaxpage.models.config import ModelConfig, activation_of
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.layers import Constant, Linear, Normal, matmul, param
+from jaxpage.models.layers import Constant, Linear, Normal, param
 from jaxpage.models.rope import Rope, frequencies
+from jaxpage.ops.matmul import matmul
 from pallas_kernels.rope.xla import rotate
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Matmuls with quantised weights for a step: chooses the implementation. Knows no model.
+"""Matmuls for a step: chooses the implementation. Knows no model.
 
 On several devices a matmul is sharded like its weight: over outputs (q, k, v, gate, up), or over inputs (o, down) with
 a sum over the devices. XLA partitions its own matmuls; kernels are sharded here.
@@ -8,6 +8,7 @@ For int8 weights each row of x is rounded to int8 too. Integer sums are exact, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,23 +22,42 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxpage.device import Device
-from jaxpage.ops.implementations import Choice, Implementation, first_supported, on_hopper, require
-from pallas_kernels.quant_matmul import xla
-from pallas_kernels.quant_matmul.quantized import QuantizedWeight, with_bias
+from jaxpage.ops.implementations import (
+    Choice,
+    Implementation,
+    Unsupported,
+    first_supported,
+    on_hopper,
+    require,
+)
+from pallas_kernels.matmul import xla as matmul_xla
+from pallas_kernels.matmul.xla import with_bias
+from pallas_kernels.quant_matmul import xla as quant_matmul_xla
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 from pallas_kernels.tile_sizes import Sizes, kernel_of, tuned_sizes
+
+Weight = QuantizedWeight | jax.Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
 class MatmulKernel:
     """The implementation of a matmul: XLA, or the kernel for "tpu" or "gpu" with the tile sizes of a kind of device.
 
-    `mesh`: the devices that share the weight; `spec` says how its two axes are sharded.
+    `mesh`: the devices that share the weight; `spec` says how its two axes are sharded. `xla_from`: XLA multiplies so
+    many tokens or more; None: the kernel multiplies any number.
     """
 
     platform: str | None
     sizes: Sizes | None = None
     mesh: Mesh | None = None
     spec: P = P()
+    xla_from: int | None = None
+
+    def serves(self, num_tokens: int) -> bool:
+        """Whether the kernel multiplies so many tokens."""
+        if self.platform is None:
+            return False
+        return self.xla_from is None or num_tokens < self.xla_from
 
 
 XLA = MatmulKernel(None)
@@ -46,27 +66,32 @@ _WHOLE = P()
 
 @dataclass(frozen=True, kw_only=True)
 class _Need:
-    weight: QuantizedWeight
+    weight: Weight
     dtype: jnp.dtype  # of x
     device: Device
     mesh: Mesh | None
     spec: P
 
     @property
-    def share(self) -> QuantizedWeight:
+    def share(self) -> Any:
         """The weight of one device, as shapes."""
         if self.mesh is None:
             return self.weight
-        data = NamedSharding(self.mesh, self.spec).shard_shape(self.weight.data.shape)
-        scale = NamedSharding(self.mesh, P(*self.spec[:1])).shard_shape(self.weight.scale.shape)
+        if not isinstance(self.weight, QuantizedWeight):
+            return self._share_of(self.weight, self.spec)
         parts: dict[str, Any] = {
-            "data": jax.ShapeDtypeStruct(data, self.weight.data.dtype),
-            "scale": jax.ShapeDtypeStruct(scale, self.weight.scale.dtype),
+            "data": self._share_of(self.weight.data, self.spec),
+            "scale": self._share_of(self.weight.scale, P(*self.spec[:1])),
         }
         return QuantizedWeight(**parts)
 
+    def _share_of(self, array: Any, spec: P) -> jax.ShapeDtypeStruct:
+        assert self.mesh is not None
+        shape = NamedSharding(self.mesh, spec).shard_shape(array.shape)
+        return jax.ShapeDtypeStruct(shape, array.dtype)
 
-def _accept_kernel(need: _Need) -> MatmulKernel:
+
+def _accept_quantized(need: _Need) -> MatmulKernel:
     platform, weight = need.device.platform, need.share
     rounds = _rounds_x(weight)
     require(
@@ -76,15 +101,33 @@ def _accept_kernel(need: _Need) -> MatmulKernel:
     return MatmulKernel(platform, sizes, need.mesh, need.spec)
 
 
-IMPLEMENTATIONS: tuple[Implementation[_Need, MatmulKernel], ...] = (
-    Implementation("tpu", "tpu", _accept_kernel),
-    Implementation("hopper", "gpu", on_hopper(_accept_kernel)),
-    Implementation("xla", None, lambda need: XLA),
-)
+def _accept_few_tokens(need: _Need) -> MatmulKernel:
+    platform, kind = need.device.platform, need.device.kind
+    require(kernel_of("matmul", platform).unsupported_reason(need.dtype, need.share))
+    sizes = tuned_sizes("matmul", platform, kind)
+    if sizes.xla_from == 1:
+        raise Unsupported(
+            f"whether the kernel for few tokens is faster has not been measured on {kind}; "
+            "python -m pallas_kernels.matmul.tune does that"
+        )
+    return MatmulKernel(platform, sizes, need.mesh, need.spec, xla_from=sizes.xla_from)
+
+
+IMPLEMENTATIONS: dict[str, tuple[Implementation[_Need, MatmulKernel], ...]] = {
+    "quant_matmul": (
+        Implementation("tpu", "tpu", _accept_quantized),
+        Implementation("hopper", "gpu", on_hopper(_accept_quantized)),
+        Implementation("xla", None, lambda need: XLA),
+    ),
+    "matmul": (
+        Implementation("hopper", "gpu", on_hopper(_accept_few_tokens)),
+        Implementation("xla", None, lambda need: XLA),
+    ),
+}
 
 
 def choose(
-    weight: QuantizedWeight,
+    weight: Weight,
     device: Device,
     *,
     mesh: Mesh | None = None,
@@ -93,18 +136,19 @@ def choose(
 ) -> Choice[MatmulKernel]:
     """The implementation of matmuls with x of `dtype`; the weight may be given as shapes and dtypes.
 
-    `spec`: how the weight, which must be int8 then, is sharded over `mesh`. Choose once per weight, not for each number
-    of tokens: results depend on the choice.
+    `spec`: how the weight, which must be int8 then if it is quantized, is sharded over `mesh`. Choose once per weight,
+    not for each number of tokens: results depend on the choice.
     """
     need = _Need(weight=weight, dtype=jnp.dtype(dtype), device=device, mesh=mesh, spec=spec)
-    return first_supported("quant_matmul", IMPLEMENTATIONS, need, device.platform)
+    operation = "quant_matmul" if isinstance(weight, QuantizedWeight) else "matmul"
+    return first_supported(operation, IMPLEMENTATIONS[operation], need, device.platform)
 
 
-def quant_matmul(
+def matmul(
     x: jax.Array,
-    weight: QuantizedWeight,
+    weight: QuantizedWeight | jax.Array,
     *,
-    kernel: MatmulKernel,
+    kernel: MatmulKernel = XLA,
     bias: jax.Array | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
@@ -112,15 +156,25 @@ def quant_matmul(
 
     `kernel` is the result of `choose`.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    product = partial(xla.quant_matmul, round_x=_rounds_x(weight))
-    if kernel.platform is not None:
-        of_kernel = kernel_of("quant_matmul", kernel.platform).quant_matmul
-        product = partial(of_kernel, round_x=_rounds_x(weight), sizes=kernel.sizes)
-        if kernel.mesh is not None and kernel.mesh.size > 1:
-            product = partial(_divided, product, kernel.mesh, kernel.spec)
-    out = product(rows, weight, bias=bias, dtype=dtype)
+    by_kernel = kernel.serves(math.prod(x.shape[:-1]))
+    if isinstance(weight, QuantizedWeight):
+        product = quant_matmul_xla.quant_matmul
+        if by_kernel:
+            product = _of_kernel("quant_matmul", kernel)
+        product = partial(product, round_x=_rounds_x(weight))
+    elif by_kernel:
+        product = _of_kernel("matmul", kernel)
+    else:
+        return matmul_xla.matmul(x, weight, bias=bias, dtype=dtype)
+    if by_kernel and kernel.mesh is not None and kernel.mesh.size > 1:
+        product = partial(_divided, product, kernel.mesh, kernel.spec)
+    out = product(x.reshape(-1, x.shape[-1]), weight, bias=bias, dtype=dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _of_kernel(operation: str, kernel: MatmulKernel) -> Callable[..., jax.Array]:
+    module = kernel_of(operation, str(kernel.platform))
+    return partial(getattr(module, operation), sizes=kernel.sizes)
 
 
 def _divided(
@@ -128,25 +182,30 @@ def _divided(
     mesh: Mesh,
     spec: P,
     rows: jax.Array,
-    weight: QuantizedWeight,
+    weight: QuantizedWeight | jax.Array,
     *,
     bias: jax.Array | None,
     dtype: DTypeLike,
 ) -> jax.Array:
     """`product` with a share of the weight on each device."""
     outputs, inputs = (*spec, None, None)[:2]
+    weight_spec: Any = P(outputs, inputs)
+    if isinstance(weight, QuantizedWeight):
+        parts: dict[str, Any] = {"data": weight_spec, "scale": P(outputs)}
+        weight_spec = QuantizedWeight(**parts)
+        # Rows of x are rounded alike on all devices.
+        product = partial(product, axis_name=inputs)
 
-    def of_share(rows: jax.Array, weight: QuantizedWeight, bias: jax.Array | None) -> jax.Array:
+    def of_share(rows: jax.Array, weight: Any, bias: jax.Array | None) -> jax.Array:
         if inputs is None:
             return product(rows, weight, bias=bias, dtype=dtype)
-        out = lax.psum(product(rows, weight, axis_name=inputs), inputs)
+        out = lax.psum(product(rows, weight), inputs)
         return with_bias(out, bias, dtype)
 
-    parts: dict[str, Any] = {"data": P(outputs, inputs), "scale": P(outputs)}
     return jax.shard_map(
         of_share,
         mesh=mesh,
-        in_specs=(P(None, inputs), QuantizedWeight(**parts), P(outputs)),
+        in_specs=(P(None, inputs), weight_spec, P(outputs)),
         out_specs=P(None, outputs),
         check_vma=False,
     )(rows, weight, bias)

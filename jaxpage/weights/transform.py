@@ -1,5 +1,5 @@
 """Transformations of weights that the engine loaded itself: join projections with the same input, quantize to int8,
-choose kernels for experts.
+choose kernels for linear layers and experts.
 
 A trainer's model is never changed: its parameters are used as they are. Knows the modules of the decoder; must not know
 checkpoints.
@@ -80,6 +80,28 @@ def quantize(
             if metadata["axes"][0] == "router":
                 continue
             choice = choose(_quantize(module), metadata["axes"], metadata["units"])
+            module.matmul_kernel = choice.chosen
+            reasons.add(choice.reason)
+    return reasons - {None}
+
+
+def choose_products(
+    model: CausalLM,
+    choose: Callable[[jax.Array, tuple[str, ...], tuple[int, ...]], Choice[MatmulKernel]],
+) -> set[str]:
+    """Set the kernel of each linear layer of the decoder that is not quantized, in place; not of the head, which XLA
+    reads as fast as memory allows.
+
+    `choose` gets a weight, its axes and units. Returns the reasons why the platform's kernel is not used, where that is
+    so.
+    """
+    reasons = set()
+    for path, module in nnx.iter_modules(model):
+        if not isinstance(module, Linear) or path[0] in ("visual", "lm_head"):
+            continue
+        metadata = module.weight.get_metadata()
+        if module.scale is None and metadata["axes"][0] != "router":
+            choice = choose(module.weight.get_value(), metadata["axes"], metadata["units"])
             module.matmul_kernel = choice.chosen
             reasons.add(choice.reason)
     return reasons - {None}

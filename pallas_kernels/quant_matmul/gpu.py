@@ -42,12 +42,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import unsupported_jax
+from pallas_kernels.matmul.xla import with_bias
 from pallas_kernels.quant_matmul.quantized import (
     MIDDLE,
     QuantizedWeight,
     padded,
     round_rows,
-    with_bias,
 )
 from pallas_kernels.wgmma import (
     Ref,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 FORMATS = ("int8", "int4", "fp8_e4m3")
 FP8 = jnp.float8_e4m3fn
@@ -113,13 +112,6 @@ def round_rows(x: jax.Array, axis_name: str | None = None) -> tuple[jax.Array, j
     # between two integers would be rounded differently.
     scale = jnp.where(largest == 0.0, 1.0, largest * (1.0 / 127.0))
     return jnp.round(x * (1.0 / scale)).astype(jnp.int8), scale
-
-
-def with_bias(out: jax.Array, bias: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-    """A float32 product [T, F] plus bias [F], rounded to dtype."""
-    if bias is not None:
-        out = out + bias.astype(out.dtype)[None]
-    return out.astype(dtype)
 
 
 def padded(x: jax.Array, weight: QuantizedWeight) -> jax.Array:

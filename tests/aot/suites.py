@@ -20,6 +20,7 @@ NAMES = (
     "paged_attention_tpu",
     "paged_attention_gpu",
     "grouped_matmul",
+    "matmul",
     "lora",
     "rope",
     "schedules",

@@ -42,7 +42,7 @@ def kernels() -> Iterator[tuple[str, Any]]:
     """Name and how to lower it: attention, and a call of each other kernel."""
     import jax
 
-    from tests.aot import grouped_matmul, lora, quant_matmul
+    from tests.aot import grouped_matmul, lora, matmul, quant_matmul
     from tests.aot import paged_attention_gpu as attention
 
     with jax.set_mesh(attention._mesh(1)):
@@ -50,7 +50,7 @@ def kernels() -> Iterator[tuple[str, Any]]:
             # A step with prompts has all of its kernels.
             options = dict(rows=64, tokens=8192, **attention.ATTENTION[name])
             yield name, partial(attention.attention, **options)
-    for suite in (grouped_matmul, lora, quant_matmul):
+    for suite in (grouped_matmul, lora, matmul, quant_matmul):
         for program in islice(suite.programs("h200"), 1):
             yield program.name, program.lower
 

@@ -18,6 +18,7 @@ KERNELS = {
     "kv_write": "kv_write",
     "block_copy": "block_copy",
     "quant_matmul": "quant_matmul",
+    "matmul": "matmul",
     "grouped_matmul": "grouped_matmul",
     "lora": "lora",
     "rope": "rope",

@@ -188,6 +188,6 @@ def test_a_cpu_has_xla_and_no_reason_is_asked_for(format):
     x, weight = cases.arguments(Case(name="", format=format, group_size=64))
     choice = ops.choose(weight, CPU)
     assert choice.chosen == ops.XLA and choice.reason is None
-    product = jax.jit(partial(ops.quant_matmul, kernel=ops.XLA))
+    product = jax.jit(partial(ops.matmul, kernel=ops.XLA))
     wanted = jax.jit(partial(xla.quant_matmul, round_x=format == "int8"))
     np.testing.assert_array_equal(product(x, weight), wanted(x, weight))

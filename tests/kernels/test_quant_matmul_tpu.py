@@ -155,7 +155,7 @@ def test_several_devices_share_a_product(spec):
     bias = jnp.asarray(np.random.default_rng(1).standard_normal(256), "bfloat16")
     for dtype, error in ((jnp.float32, 2e-6), (jnp.bfloat16, 2e-6 + 2.0**-8)):
         with pltpu.force_tpu_interpret_mode():
-            product = partial(ops.quant_matmul, kernel=chosen, bias=bias, dtype=dtype)
+            product = partial(ops.matmul, kernel=chosen, bias=bias, dtype=dtype)
             got = np.asarray(jax.jit(product)(x, weight), np.float32)
         wanted = jax.jit(partial(reference.quant_matmul, round_x=True, bias=bias))(x, weight)
         np.testing.assert_allclose(got, wanted, rtol=error, atol=2e-6 * np.abs(wanted).max())

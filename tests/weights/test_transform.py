@@ -10,9 +10,10 @@ from flax import nnx
 
 from jaxpage.device import Device
 from jaxpage.models.registry import build
-from jaxpage.ops.matmul import XLA, choose, quant_matmul
+from jaxpage.ops.implementations import Choice
+from jaxpage.ops.matmul import XLA, MatmulKernel, choose, matmul
 from jaxpage.weights.dummy import initialise
-from jaxpage.weights.transform import join_projections, quantize
+from jaxpage.weights.transform import choose_products, join_projections, quantize
 from pallas_kernels.quant_matmul import quantized
 from tests import checkpoints
 
@@ -71,7 +72,7 @@ def test_an_int8_product_is_the_exact_product_of_what_was_rounded():
     rounded, row_scale = (np.asarray(a, np.float64) for a in quantized.round_rows(jnp.asarray(x)))
     data, scale = np.asarray(weight.data, np.float64), np.asarray(weight.scale)
     expected = (rounded * row_scale) @ (data * scale[:, None]).T
-    got = quant_matmul(jnp.asarray(x), weight, kernel=XLA)
+    got = matmul(jnp.asarray(x), weight, kernel=XLA)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -81,3 +82,31 @@ def test_rounding_is_within_half_a_scale_and_knows_zero():
     np.testing.assert_array_equal(rounded[0], [0, 0])
     assert np.abs(rounded * scale - x).max() <= scale.max() / 2
     assert np.abs(rounded[1:]).max(axis=1).tolist() == [127, 127]
+
+
+def test_kernels_are_chosen_for_layers_that_are_not_quantized_and_not_for_the_head(tmp_path):
+    model = model_of("qwen3", tmp_path)
+    join_projections(model)
+    kernel, shapes = MatmulKernel("gpu"), set()
+
+    def chosen(weight, axes, units):
+        shapes.add(weight.shape)
+        assert len(axes) == len(units) == 2
+        return Choice("hopper", kernel) if axes[1] == "embed" else Choice("xla", XLA, ("a reason",))
+
+    assert choose_products(model, chosen) == {"a reason"}
+    layer = model.model.layers[0]
+    assert layer.self_attn.qkv_proj.matmul_kernel is kernel
+    assert layer.mlp.down_proj.matmul_kernel is XLA
+    assert shapes == {
+        each.weight.get_value().shape
+        for each in (
+            layer.self_attn.qkv_proj,
+            layer.self_attn.o_proj,
+            layer.mlp.gate_up_proj,
+            layer.mlp.down_proj,
+        )
+    }
+    quantize(model, lambda weight, *_: Choice("xla", XLA))
+    assert model.lm_head.matmul_kernel is XLA
+    assert choose_products(model, lambda *_: pytest.fail("there is nothing to choose")) == set()

@@ -1,0 +1,1 @@
+"""Products of few tokens with weights that are not quantized."""

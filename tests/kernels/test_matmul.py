@@ -1,0 +1,108 @@
+"""Products with weights that are not quantised: the definition and XLA's, and which implementation is chosen."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpage.device import Device
+from jaxpage.ops import matmul as ops
+from pallas_kernels import hopper, tile_sizes
+from pallas_kernels.matmul import cases, gpu, reference, tune, xla
+from pallas_kernels.tile_sizes import tuned_sizes
+from tests.kernels.matmul import MatmulTests
+
+H200 = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
+WEIGHT = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
+
+
+class TestReference(MatmulTests):
+    def product(self, **arguments):
+        return np.asarray(reference.matmul(**arguments))
+
+
+class TestXLA(MatmulTests):
+    def product(self, *, dtype=jnp.float32, **arguments):
+        return np.asarray(jax.jit(partial(xla.matmul, dtype=dtype))(**arguments))
+
+    def test_x_may_have_more_axes(self):
+        arguments = cases.arguments(cases.SMALL[3])
+        want = self.product(**arguments)
+        arguments["x"] = arguments["x"][None, :, None]
+        np.testing.assert_array_equal(self.product(**arguments)[0, :, 0], want)
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """An H200 on which the kernel is faster for up to 64 tokens; with a jax and ptxas that can compile it."""
+    monkeypatch.setattr(gpu, "unsupported_jax", lambda: None)
+    monkeypatch.setattr(hopper, "unsupported_ptxas_here", lambda: None)
+    sizes = gpu.TileSizes(rows=64, xla_from=65)
+    tile_sizes.write(H200.kind, sizes, {}, tmp_path)
+    monkeypatch.setattr(ops, "tuned_sizes", partial(tuned_sizes, folder=tmp_path))
+    return sizes
+
+
+def test_the_kernel_multiplies_few_tokens_where_it_was_measured_to_be_faster(measured, monkeypatch):
+    choice = ops.choose(WEIGHT, H200)
+    assert choice.chosen == ops.MatmulKernel("gpu", measured, xla_from=65)
+    calls = []
+
+    def kernel(x, weight, *, sizes, **last):
+        calls.append((x.shape, sizes))
+        return xla.matmul(x, weight, **last)
+
+    monkeypatch.setattr(gpu, "matmul", kernel)
+    weight = jnp.ones(WEIGHT.shape, WEIGHT.dtype)
+    for shape in ((64, 512), (2, 32, 512), (65, 512), (2, 33, 512)):
+        out = ops.matmul(jnp.ones(shape, jnp.bfloat16), weight, kernel=choice.chosen)
+        assert out.shape == (*shape[:-1], 256)
+    assert calls == [((64, 512), measured)] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "weight", "reason"),
+    [
+        (H200, jax.ShapeDtypeStruct((200, 512), jnp.bfloat16), "200 outputs are no multiple of"),
+        (H200, jax.ShapeDtypeStruct((256, 96), jnp.bfloat16), "96 inputs are no multiple of 64"),
+        (H200, jax.ShapeDtypeStruct((256, 512), jnp.float32), "the weight is float32"),
+        (Device(platform="gpu", kind="A100", compute_capability="8.0"), WEIGHT, "for Hopper GPUs"),
+        (Device(platform="gpu", kind="H20", compute_capability="9.0"), WEIGHT, "measured on H20"),
+        (Device(platform="cpu"), WEIGHT, None),
+        (Device(platform="tpu", kind="TPU v6 lite"), WEIGHT, None),
+    ],
+    ids=str,
+)
+def test_everything_else_is_left_to_xla_with_the_reason(measured, device, weight, reason):
+    choice = ops.choose(weight, device)
+    assert choice.chosen == ops.XLA
+    assert choice.reason is None if reason is None else re.search(reason, choice.reason or "")
+
+
+@pytest.mark.parametrize(
+    ("faster_up_to", "xla_from"), [(0, 1), (16, 17), (128, 129)], ids=str
+)
+def test_tuning_finds_up_to_how_many_tokens_the_kernel_is_faster(
+    faster_up_to, xla_from, monkeypatch
+):
+    """XLA takes a second for everything; 64 rows are faster."""
+
+    def seconds(sizes, num_tokens, layer):
+        if sizes is None:
+            return 1.0
+        return (0.5 if num_tokens <= faster_up_to else 2.0) * (1.0 if sizes.rows == 64 else 1.2)
+
+    monkeypatch.setattr(tune, "_seconds_of", seconds)
+    sizes, found = tune.tune("gpu")
+    assert (sizes.rows, sizes.xla_from) == (64, xla_from)
+    assert len(found) == 6 + 5
+
+
+def test_there_is_nothing_to_tune_on_a_tpu():
+    with pytest.raises(SystemExit, match="for Hopper GPUs only"):
+        tune.tune("tpu")
