@@ -135,11 +135,8 @@ class Hopper(PagedAttentionTests):
         self.check(decoding(decode), one_query_per_row=True)
 
 
-# The interpreter takes half a minute for a case. On a GPU all run.
-_OF_THE_OPERATION = (
-    *("one-token", "block-edges", "second-chunk", "mixed", "empty-rows-between", "nothing"),
-    *("mqa", "window", "soft-cap", "sinks-of-a-window"),
-)
+# What the cases below do not have: the interpreter takes many seconds for each. On a GPU all run.
+_OF_THE_OPERATION = ("nothing", "mqa", "window", "sinks-of-a-window")
 
 
 class TestInterpreted(Hopper):
