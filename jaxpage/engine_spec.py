@@ -195,9 +195,8 @@ class EngineSpec:
         if config.quantization == "int8":
             note("int8 products", quantize(self.model, self.choose_matmul))
         # The kernel has no gradient, which trainers and researchers need, and strict steps need XLA's sums.
-        fast = join and config.numerics != "strict" and config.research is None
-        if fast and self.hardware.platform == "gpu":
-            note("products of few tokens", choose_products(self.model, self.choose_matmul))
+        if join and config.numerics != "strict" and config.research is None:
+            choose_products(self.model, self.choose_matmul)
         note("experts", choose_experts(self.model, self.choose_experts))
         if config.enable_lora:
             sizes = {"num_slots": config.max_loras, "rank": config.max_lora_rank}

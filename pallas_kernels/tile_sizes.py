@@ -3,7 +3,7 @@
 An operation has the sizes of a kernel in a frozen dataclass of positive integers, `TileSizes`, with defaults for
 devices without measurements, and a folder `tuned/` with a file for each kind of device measured: `nvidia_h200.json`,
 `tpu_v6_lite.json`. How a kernel divides its sums is never a size: a row's result must not depend on the other rows, or
-on the device within a platform.
+on the device within a platform. (`matmul` also has there from how many tokens on engines use XLA instead.)
 """
 
 from __future__ import annotations

@@ -32,6 +32,19 @@ def swizzle_of(row_bytes: int) -> int:
     return next(swizzle for swizzle in (128, 64, 32) if row_bytes % swizzle == 0)
 
 
+# Inputs are split until there are so many programs: the number of an H200's SMs. Sums are divided there, so it is the
+# same on every device and never tuned.
+WANTED_PROGRAMS = 132
+MOST_SPLITS = 8
+
+
+def num_splits(num_tiles: int, num_chunks: int) -> int:
+    """Into how many parts the inputs of a product are split, of `num_tiles` tiles of outputs; each has at least four
+    chunks.
+    """
+    return max(1, min(WANTED_PROGRAMS // num_tiles, MOST_SPLITS, num_chunks // 4))
+
+
 def piece(index, size: int):
     """The slice from index * size, of length `size`; tells the compiler that it begins at a multiple of it."""
     return pl.ds(pl.multiple_of(index * size, size), size)

@@ -9,6 +9,7 @@ import logging
 import jax
 import pytest
 
+from jaxpage import engine_spec
 from jaxpage.composition import (
     executable_cache,
     size,
@@ -19,6 +20,7 @@ from jaxpage.composition import (
 from jaxpage.config import EngineConfig
 from jaxpage.device import Device
 from jaxpage.engine_spec import make_engine_spec
+from jaxpage.research_config import ResearchConfig
 from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 from tests import checkpoints
 
@@ -132,3 +134,24 @@ def test_weights_too_many_for_one_device_are_shared_by_all_of_a_replica(
 def test_experts_are_counted_where_there_are_some(path):
     with pytest.raises(ValueError, match="record_expert_load=True .* Qwen2ForCausalLM has none"):
         make_spec(path, record_expert_load=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "join", "has_kernels"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"numerics": "strict"}, True, False),
+        ({"research": ResearchConfig(captures=["blocks.0.hook_resid_pre"])}, True, False),
+    ],
+    ids=str,
+)
+def test_products_that_have_a_gradient_or_are_strict_stay_those_of_xla(
+    options, join, has_kernels, path, monkeypatch
+):
+    chosen = []
+    monkeypatch.setattr(engine_spec, "choose_products", lambda model, _: chosen.append(model))
+    config = EngineConfig.from_options(model=path, max_model_len=64, dtype="float32", **options)
+    spec = make_engine_spec(config, device=jax.devices("cpu")[0], device_memory=None)
+    spec.transform_weights(join=join)
+    assert chosen == [spec.model] * has_kernels

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpage.ops.matmul import XLA, matmul
-from pallas_kernels.matmul.xla import with_bias
+from pallas_kernels.matmul.reference import with_bias
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from jaxpage.ops.implementations import (
     require,
 )
 from pallas_kernels.matmul import xla as matmul_xla
-from pallas_kernels.matmul.xla import with_bias
+from pallas_kernels.matmul.reference import with_bias
 from pallas_kernels.quant_matmul import xla as quant_matmul_xla
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 from pallas_kernels.tile_sizes import Sizes, kernel_of, tuned_sizes
@@ -43,21 +43,18 @@ Weight = QuantizedWeight | jax.Array | jax.ShapeDtypeStruct
 class MatmulKernel:
     """The implementation of a matmul: XLA, or the kernel for "tpu" or "gpu" with the tile sizes of a kind of device.
 
-    `mesh`: the devices that share the weight; `spec` says how its two axes are sharded. `xla_from`: XLA multiplies so
-    many tokens or more; None: the kernel multiplies any number.
+    `mesh`: the devices that share the weight; `spec` says how its two axes are sharded.
     """
 
     platform: str | None
     sizes: Sizes | None = None
     mesh: Mesh | None = None
     spec: P = P()
-    xla_from: int | None = None
 
     def serves(self, num_tokens: int) -> bool:
-        """Whether the kernel multiplies so many tokens."""
-        if self.platform is None:
-            return False
-        return self.xla_from is None or num_tokens < self.xla_from
+        """Whether the kernel multiplies so many tokens: if its sizes have an `xla_from`, XLA multiplies more."""
+        xla_from = getattr(self.sizes, "xla_from", None)
+        return self.platform is not None and (xla_from is None or num_tokens < xla_from)
 
 
 XLA = MatmulKernel(None)
@@ -101,16 +98,15 @@ def _accept_quantized(need: _Need) -> MatmulKernel:
     return MatmulKernel(platform, sizes, need.mesh, need.spec)
 
 
-def _accept_few_tokens(need: _Need) -> MatmulKernel:
+def _accept_unquantized(need: _Need) -> MatmulKernel:
     platform, kind = need.device.platform, need.device.kind
     require(kernel_of("matmul", platform).unsupported_reason(need.dtype, need.share))
     sizes = tuned_sizes("matmul", platform, kind)
     if sizes.xla_from == 1:
         raise Unsupported(
-            f"whether the kernel for few tokens is faster has not been measured on {kind}; "
-            "python -m pallas_kernels.matmul.tune does that"
+            f"python -m pallas_kernels.matmul.tune has not found the kernel to be faster on {kind}"
         )
-    return MatmulKernel(platform, sizes, need.mesh, need.spec, xla_from=sizes.xla_from)
+    return MatmulKernel(platform, sizes, need.mesh, need.spec)
 
 
 IMPLEMENTATIONS: dict[str, tuple[Implementation[_Need, MatmulKernel], ...]] = {
@@ -120,7 +116,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation[_Need, MatmulKernel], ...]] = {
         Implementation("xla", None, lambda need: XLA),
     ),
     "matmul": (
-        Implementation("hopper", "gpu", on_hopper(_accept_few_tokens)),
+        Implementation("hopper", "gpu", on_hopper(_accept_unquantized)),
         Implementation("xla", None, lambda need: XLA),
     ),
 }
@@ -137,7 +133,8 @@ def choose(
     """The implementation of matmuls with x of `dtype`; the weight may be given as shapes and dtypes.
 
     `spec`: how the weight, which must be int8 then if it is quantized, is sharded over `mesh`. Choose once per weight,
-    not for each number of tokens: results depend on the choice.
+    not for each number of tokens: results depend on the choice. A kernel for few tokens leaves more of them to XLA,
+    whose own products also round in an order that depends on their number.
     """
     need = _Need(weight=weight, dtype=jnp.dtype(dtype), device=device, mesh=mesh, spec=spec)
     operation = "quant_matmul" if isinstance(weight, QuantizedWeight) else "matmul"

@@ -88,14 +88,10 @@ def quantize(
 def choose_products(
     model: CausalLM,
     choose: Callable[[jax.Array, tuple[str, ...], tuple[int, ...]], Choice[MatmulKernel]],
-) -> set[str]:
+) -> None:
     """Set the kernel of each linear layer of the decoder that is not quantized, in place; not of the head, which XLA
-    reads as fast as memory allows.
-
-    `choose` gets a weight, its axes and units. Returns the reasons why the platform's kernel is not used, where that is
-    so.
+    reads as fast as memory allows. `choose` gets a weight, its axes and units.
     """
-    reasons = set()
     for path, module in nnx.iter_modules(model):
         if not isinstance(module, Linear) or path[0] in ("visual", "lm_head"):
             continue
@@ -103,8 +99,6 @@ def choose_products(
         if module.scale is None and metadata["axes"][0] != "router":
             choice = choose(module.weight.get_value(), metadata["axes"], metadata["units"])
             module.matmul_kernel = choice.chosen
-            reasons.add(choice.reason)
-    return reasons - {None}
 
 
 def choose_experts(

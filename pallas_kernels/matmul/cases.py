@@ -1,4 +1,4 @@
-"""Named argument sets for products of few tokens: edge cases, and the layers of models."""
+"""Named argument sets for products of few tokens: edge cases."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ choices.
 With few tokens a product takes as long as its weight takes to read: copies must never stop, on any SM.
 
 **Tile.** A program is one warpgroup, which computes the transposed result: `rows` outputs, wgmma's rows, and a tile of
-tokens, of 8 or more, not 64. Beyond the last token TMA reads zeros.
+tokens, of 8 or more, not 64. Beyond the last token TMA reads zeros; but more than 8 tokens are padded to a multiple
+of 8, as its tiles must not begin before the last token and end after it.
 
 **Splits.** Layers with few outputs have fewer programs than the chip has SMs: their inputs are split, and XLA adds the
 parts in order, then the bias, and casts. The number of parts, and so the order of all sums, depends only on the
@@ -40,16 +41,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float
 
 from pallas_kernels.hopper import unsupported_jax
-from pallas_kernels.matmul.xla import with_bias
-from pallas_kernels.wgmma import Ref, load, piece, tiled
+from pallas_kernels.matmul.reference import with_bias
+from pallas_kernels.wgmma import Ref, load, num_splits, piece, tiled
 
 CHUNK = 64  # inputs per stage: a line of 128 bytes
 MOST_TOKENS = 128  # of a tile: columns of float32 sums that fit in registers
-# Inputs are split until there are WANTED_PROGRAMS of SPLIT_ROWS outputs, the number of an H200's SMs. Sums are divided
-# there, so these are the same on every device and never tuned.
-WANTED_PROGRAMS = 132
-SPLIT_ROWS = 128
-MOST_SPLITS = 8
+SPLIT_ROWS = 128  # outputs of a tile, as far as splits are concerned, whatever `rows` is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +54,8 @@ class TileSizes:
     """What may depend on the kind of device (`tune.py`); no result of the kernel depends on it.
 
     rows: outputs of a program, 64 or 128. smem_kib: KiB of shared memory for a program's stages; with 100, two programs
-    share an SM. xla_from: XLA's product is used for so many tokens or more. That is for all, until a device has been
-    measured.
+    share an SM. xla_from: engines use XLA's product for so many tokens or more. That is for all, until a device has
+    been measured.
     """
 
     rows: int = 128
@@ -101,8 +98,10 @@ def matmul(
         raise NotImplementedError(reason)
     num_tokens = x.shape[0]
     tile = next(n for n in (8, 16, 32, 64, MOST_TOKENS) if n >= min(num_tokens, MOST_TOKENS))
-    if interpret is not None:  # it refuses to read beyond the last token
-        x = jnp.pad(x, ((0, -num_tokens % tile), (0, 0)))
+    # The interpreter refuses to read beyond the last token.
+    whole = 8 if interpret is None else tile
+    if interpret is not None or num_tokens > whole:
+        x = jnp.pad(x, ((0, -num_tokens % whole), (0, 0)))
     parts = _parts(x, weight, bias, jnp.dtype(dtype), tile, sizes, interpret)[:, :num_tokens]
     out = parts[0]
     if parts.shape[0] == 1:
@@ -110,11 +109,6 @@ def matmul(
     for part in parts[1:]:
         out = out + part
     return with_bias(out, bias, dtype)
-
-
-def num_splits(num_out: int, num_in: int) -> int:
-    """Into how many parts the inputs are split; each has at least four chunks."""
-    return max(1, min(WANTED_PROGRAMS * SPLIT_ROWS // num_out, MOST_SPLITS, num_in // CHUNK // 4))
 
 
 class _Memory(NamedTuple):
@@ -140,7 +134,7 @@ def _parts(
     """
     num_out, num_in = weight.shape
     num_tiles = pl.cdiv(x.shape[0], tile)
-    num_chunks, splits = num_in // CHUNK, num_splits(num_out, num_in)
+    num_chunks, splits = num_in // CHUNK, num_splits(num_out // SPLIT_ROWS, num_in // CHUNK)
     stage_bytes = (sizes.rows + tile) * CHUNK * 2
     num_stages = max(1, min(-(-num_chunks // splits), sizes.smem_kib * 1024 // stage_bytes))
 

@@ -18,6 +18,11 @@ def matmul(
     """x times the transposed weight, plus bias: a float32 sum, rounded to `dtype`."""
     wide = weight.astype(jnp.float32)
     out = jnp.matmul(x.astype(jnp.float32), wide.T, precision=jax.lax.Precision.HIGHEST)
+    return with_bias(out, bias, dtype)
+
+
+def with_bias(out: jax.Array, bias: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+    """A float32 product [..., F] plus bias [F], rounded to `dtype`."""
     if bias is not None:
-        out = out + bias.astype(out.dtype)[None]
+        out = out + jnp.expand_dims(bias, range(out.ndim - 1)).astype(out.dtype)
     return out.astype(dtype)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from pallas_kernels.matmul.reference import with_bias
 
 
 def matmul(
@@ -25,10 +26,3 @@ def matmul(
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     out = lax.dot_general(x, weight, dims, preferred_element_type=jnp.float32)
     return with_bias(out, bias, dtype)
-
-
-def with_bias(out: jax.Array, bias: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-    """A float32 product [..., F] plus bias [F], rounded to `dtype`."""
-    if bias is not None:
-        out = out + jnp.expand_dims(bias, range(out.ndim - 1)).astype(out.dtype)
-    return out.astype(dtype)

@@ -42,7 +42,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import unsupported_jax
-from pallas_kernels.matmul.xla import with_bias
+from pallas_kernels.matmul.reference import with_bias
 from pallas_kernels.quant_matmul.quantized import (
     MIDDLE,
     QuantizedWeight,
@@ -55,6 +55,7 @@ from pallas_kernels.wgmma import (
     as_operand,
     filled,
     load,
+    num_splits,
     piece,
     product,
     swizzle_of,
@@ -63,10 +64,6 @@ from pallas_kernels.wgmma import (
 
 ROWS = 128  # outputs of a program
 CHUNK = 128  # bytes of an output per stage
-# Inputs are split until there are WANTED_PROGRAMS, the number of an H200's SMs. Sums are divided there, so these two
-# are the same on every device and never tuned.
-WANTED_PROGRAMS = 132
-MOST_SPLITS = 8
 GROUP_SIZES = (32, 64, 128)
 
 
@@ -154,7 +151,7 @@ def quant_matmul(
 
 def _num_splits(weight: QuantizedWeight) -> int:
     num_out, width = weight.data.shape
-    return max(1, min(WANTED_PROGRAMS // (num_out // ROWS), MOST_SPLITS, width // CHUNK // 4))
+    return num_splits(num_out // ROWS, width // CHUNK)
 
 
 class _Operands(NamedTuple):
@@ -202,9 +199,9 @@ def _parts(
     """
     num_out, width = weight.data.shape
     num_chunks, group = width // CHUNK, weight.group_size
-    num_splits = _num_splits(weight)
+    splits = _num_splits(weight)
     num_programs = num_out // ROWS * (x.shape[0] // tile)
-    num_parts = num_splits if num_programs < sizes.enough_programs else 1
+    num_parts = splits if num_programs < sizes.enough_programs else 1
     is_int4, sum_dtype = weight.format == "int4", jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     arrays = _Operands(x, weight.data)
     inputs, num_groups = CHUNK, 0  # per chunk
@@ -238,14 +235,14 @@ def _parts(
             return acc
 
         def sum_of(split):
-            first = lax.div(split * num_chunks, jnp.int32(num_splits))
-            num_steps = lax.div((split + 1) * num_chunks, jnp.int32(num_splits)) - first
+            first = lax.div(split * num_chunks, jnp.int32(splits))
+            num_steps = lax.div((split + 1) * num_chunks, jnp.int32(splits)) - first
             for stage in range(num_stages):
                 pl.when(stage < num_steps)(partial(fetch, first + stage, stage))
             zeros = filled((ROWS, tile), 0, plgpu.Layout.WGMMA, sum_dtype)
             add = partial(add_chunk, first=first, num_steps=num_steps)
             out = lax.fori_loop(0, num_steps, add, zeros)
-            if num_splits == 1:
+            if splits == 1:
                 out = _finished(out, last_refs, rows, tokens).astype(dtype)
             # In the transposed layout a thread's pairs of values are along outputs, as in memory.
             return plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -253,7 +250,7 @@ def _parts(
         def to_memory(split):
             return out_ref.at[split, tokens, rows].transpose((1, 0))
 
-        if num_parts == num_splits:
+        if num_parts == splits:
             split = lax.axis_index("split")
             to_memory(split)[...] = sum_of(split)
             return
@@ -269,7 +266,7 @@ def _parts(
             def _():  # a thread reads only what it wrote
                 out[...] = load(out, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False) + part
 
-        lax.fori_loop(0, num_splits, add_next, None)
+        lax.fori_loop(0, splits, add_next, None)
 
     # A tile of shared memory may have at most one group.
     small = group if is_int4 else CHUNK
@@ -282,7 +279,7 @@ def _parts(
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(
-            (num_parts, x.shape[0], num_out), dtype if num_splits == 1 else sum_dtype
+            (num_parts, x.shape[0], num_out), dtype if splits == 1 else sum_dtype
         ),
         grid=(num_parts, num_out // ROWS, x.shape[0] // tile),
         grid_names=("split", "rows", "tile"),

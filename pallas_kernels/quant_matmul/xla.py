@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.matmul.xla import with_bias
+from pallas_kernels.matmul.reference import with_bias
 from pallas_kernels.quant_matmul.quantized import (
     QuantizedWeight,
     padded,

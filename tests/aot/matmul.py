@@ -46,6 +46,9 @@ def products() -> Iterator[Product]:
                 yield Product(num_tokens=num_tokens, rows=rows, **shape)
     for num_in, num_out in LAYERS["0.5b"]:
         yield Product(num_tokens=8, num_in=num_in, num_out=num_out)
+    # No multiples of 8, and more tokens than a tile has.
+    for num_tokens in (67, 131):
+        yield Product(num_tokens=num_tokens, num_in=2048, num_out=2560)
     # As the engine's layers: through `ops.matmul`.
     yield Product(num_tokens=64, num_in=2048, num_out=2048, bias=True, axis=0)
     yield Product(num_tokens=64, num_in=11008, num_out=2048, axis=1)
@@ -72,7 +75,9 @@ def _lower(product: Product, target: str) -> Any:
     if product.axis is not None:
         mesh = mesh_of(parse_target(f"{target}:2"), 2)
         (axes[product.axis],) = mesh.axis_names
-    kernel = MatmulKernel("gpu", TileSizes(rows=product.rows), mesh=mesh, spec=P(*axes))
+    kernel = MatmulKernel(
+        "gpu", TileSizes(rows=product.rows, xla_from=257), mesh=mesh, spec=P(*axes)
+    )
     with jax.set_mesh(mesh):  # Pallas asks it for which chip to lower
         return jax.jit(partial(matmul, kernel=kernel, dtype="bfloat16")).lower(
             spec((product.num_tokens, product.num_in), "bfloat16", None, axes[1]),

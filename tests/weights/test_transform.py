@@ -92,9 +92,9 @@ def test_kernels_are_chosen_for_layers_that_are_not_quantized_and_not_for_the_he
     def chosen(weight, axes, units):
         shapes.add(weight.shape)
         assert len(axes) == len(units) == 2
-        return Choice("hopper", kernel) if axes[1] == "embed" else Choice("xla", XLA, ("a reason",))
+        return Choice("hopper", kernel) if axes[1] == "embed" else Choice("xla", XLA)
 
-    assert choose_products(model, chosen) == {"a reason"}
+    choose_products(model, chosen)
     layer = model.model.layers[0]
     assert layer.self_attn.qkv_proj.matmul_kernel is kernel
     assert layer.mlp.down_proj.matmul_kernel is XLA
@@ -109,4 +109,4 @@ def test_kernels_are_chosen_for_layers_that_are_not_quantized_and_not_for_the_he
     }
     quantize(model, lambda weight, *_: Choice("xla", XLA))
     assert model.lm_head.matmul_kernel is XLA
-    assert choose_products(model, lambda *_: pytest.fail("there is nothing to choose")) == set()
+    choose_products(model, lambda *_: pytest.fail("there is nothing to choose"))
