@@ -73,9 +73,9 @@ def parse(
 ) -> list[Prompt]:
     """One or several prompts (see `LLM.generate`) as ids; texts get the tokenizer's special tokens.
 
-    `tokenization_kwargs`: see `read_tokenization`. With `truncation` and `max_length` the tokenizer truncates texts,
-    and other prompts are cut at the same end; otherwise that is left to the caller, who knows the limits. Raises
-    ValueError for unknown forms, and for text if `tokenizer` is None.
+    `tokenization_kwargs`: see `read_tokenization`. After `cut_by_tokenizer` the tokenizer truncates texts, and other
+    prompts are cut at the same end; otherwise that is left to the caller, who knows the limits. Raises ValueError for
+    unknown forms, and for text if `tokenizer` is None.
     """
     if hasattr(prompts, "tolist"):  # an array of ids
         prompts = prompts.tolist()

@@ -76,8 +76,6 @@ def read_tokenization(kwargs: Mapping[str, Any] | Tokenization | None) -> Tokeni
     options = {name: given[name] for name in ("add_special_tokens",) if name in given}
     if truncation in _TRUNCATION:
         length = -1 if longest is None else longest
-        if longest is not None and side is None:  # the tokenizer keeps its special tokens
-            options |= {"truncation": True, "max_length": longest}
     elif truncation not in _NO_TRUNCATION:
         raise ValueError(f"truncation must be True or False, got {truncation!r}")
     elif truncation == "do_not_truncate":

@@ -9,6 +9,7 @@ import pytest
 
 from jaxpage import tiny
 from jaxpage.prompts import Prompt, parse
+from jaxpage.tokenization import Tokenization, read_tokenization
 from jaxpage.tokenizer import load_tokenizer
 
 
@@ -59,6 +60,10 @@ def test_embeddings_may_be_a_batch_of_one(tokenizer):
     assert prompt.token_ids == [0] * 4 and (prompt.embeds == embeds[0]).all()
 
 
+def cut_to_two() -> Tokenization:
+    return read_tokenization({"truncation": True, "max_length": 2}).cut_by_tokenizer()
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_texts_ids_and_embeddings_are_cut_at_the_end_that_the_tokenizer_cuts(tokenizer, side):
     tokenizer = copy.deepcopy(tokenizer)
@@ -67,15 +72,14 @@ def test_texts_ids_and_embeddings_are_cut_at_the_end_that_the_tokenizer_cuts(tok
     kept = slice(-2, None) if side == "left" else slice(2)
     embeds = np.arange(12, dtype=np.float32).reshape(4, 3)
     prompts = ["Once upon a time", {"prompt_token_ids": whole.token_ids}, {"prompt_embeds": embeds}]
-    text, ids, rows = parse(prompts, tokenizer, {"truncation": True, "max_length": 2})
+    text, ids, rows = parse(prompts, tokenizer, cut_to_two())
     assert text.token_ids == ids.token_ids == whole.token_ids[kept]
     assert rows.token_ids == [0, 0] and (rows.embeds == embeds[kept]).all()
 
 
 def test_tokenization_kwargs_reach_the_tokenizer(tokenizer):
     (whole,) = parse("Once upon a time", tokenizer)
-    options = {"truncation": True, "max_length": 2}
-    (short,) = parse("Once upon a time", tokenizer, options)
+    (short,) = parse("Once upon a time", tokenizer, cut_to_two())
     assert short.token_ids == whole.token_ids[-2:]
     with pytest.raises(ValueError, match="tokenization_kwargs has padding_side; supp"):
         parse("Once", tokenizer, {"padding_side": "left"})
@@ -93,4 +97,4 @@ def test_tokenization_kwargs_reach_the_tokenizer(tokenizer):
             parse("Once", tokenizer, option)
     for length in (-3, "2"):
         with pytest.raises(ValueError, match=f"max_length .* at least 1, got {length!r}"):
-            parse("Once", tokenizer, options | {"max_length": length})
+            parse("Once", tokenizer, {"truncation": True, "max_length": length})

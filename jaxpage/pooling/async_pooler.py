@@ -52,10 +52,13 @@ class AsyncPooler:
         self._built = built
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jaxpage-inputs")
-        self._is_shut_down = False
+        self._shut_down = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(
-            target=_compute, args=(built, self._calls), name="jaxpage-pooling", daemon=True
+            target=_compute,
+            args=(built, self._calls, self._shut_down),
+            name="jaxpage-pooling",
+            daemon=True,
         )
         self._thread.start()
 
@@ -71,8 +74,8 @@ class AsyncPooler:
         """The outputs of a call. If it is cancelled before it starts, it is not computed. Raises EngineDeadError."""
         future: Future[list[Any]] = Future()
         with self._lock:
-            if self._is_shut_down:
-                raise EngineDeadError("the engine was shut down")
+            if self._shut_down.is_set():
+                raise _was_shut_down()
             self._calls.put(_Call(work, future))
         return work.finish(await asyncio.wrap_future(future))
 
@@ -81,10 +84,15 @@ class AsyncPooler:
         return await self._read(lambda: function(self._built.pooler.inputs))
 
     async def _read(self, function: Callable[[], T]) -> T:
+        def read() -> T:
+            if self._shut_down.is_set():
+                raise _was_shut_down()
+            return function()
+
         try:
-            future = self._reader.submit(function)
+            future = self._reader.submit(read)
         except RuntimeError:  # the executor was shut down
-            raise EngineDeadError("the engine was shut down") from None
+            raise _was_shut_down() from None
         return await asyncio.wrap_future(future)
 
     async def wait_until_warm(self) -> None:
@@ -94,11 +102,11 @@ class AsyncPooler:
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine was shut down."""
         if self.errored:
-            raise EngineDeadError("the engine was shut down")
+            raise _was_shut_down()
 
     @property
     def errored(self) -> bool:
-        return self._is_shut_down or not self._thread.is_alive()
+        return self._shut_down.is_set() or not self._thread.is_alive()
 
     def stats(self) -> PoolingStats:
         return self._built.engine.stats()
@@ -108,13 +116,13 @@ class AsyncPooler:
         return self._built.engine.programs()
 
     def shutdown(self) -> None:
-        """Compute the pending calls, and stop the threads. Idempotent.
+        """Stop the threads. Idempotent. What is being computed is answered; calls that wait get an EngineDeadError.
 
         Returns once the threads have ended, unless a thread of this package calls it.
         """
         with self._lock:
-            was_shut_down, self._is_shut_down = self._is_shut_down, True
-            if not was_shut_down:
+            if not self._shut_down.is_set():
+                self._shut_down.set()
                 self._calls.put(None)
         # The garbage collector may call this in any thread, and none can wait for itself.
         waits = not threading.current_thread().name.startswith("jaxpage-")
@@ -123,8 +131,14 @@ class AsyncPooler:
             self._thread.join()
 
 
-def _compute(built: BuiltPooler, calls: queue.SimpleQueue[_Call | None]) -> None:
-    """The compute thread: take the calls that wait, and compute them together."""
+def _was_shut_down() -> EngineDeadError:
+    return EngineDeadError("the engine was shut down")
+
+
+def _compute(
+    built: BuiltPooler, calls: queue.SimpleQueue[_Call | None], shut_down: threading.Event
+) -> None:
+    """The compute thread: take the calls that wait, and compute them together, until they are refused."""
     held: _Call | None = None
     while True:
         first = held or calls.get()
@@ -146,25 +160,30 @@ def _compute(built: BuiltPooler, calls: queue.SimpleQueue[_Call | None]) -> None
                 break
             batch.append(call)
             num_tokens += call.work.num_tokens
-        _answer(built, batch)
+        # Calls that were cancelled in the meantime are skipped.
+        wanted = [call for call in batch if call.future.set_running_or_notify_cancel()]
+        if shut_down.is_set():
+            _fail(wanted, _was_shut_down())
+        elif wanted:
+            _answer(built, wanted)
         if ends:
             return
 
 
 def _answer(built: BuiltPooler, calls: list[_Call]) -> None:
-    # Calls that were cancelled in the meantime are skipped.
-    wanted = [call for call in calls if call.future.set_running_or_notify_cancel()]
-    if not wanted:
-        return
-    texts = [text for call in wanted for text in call.work.texts]
+    texts = [text for call in calls for text in call.work.texts]
     try:
-        results = built.engine.run(texts, per_token=wanted[0].work.per_token)
+        results = built.engine.run(texts, per_token=calls[0].work.per_token)
     except BaseException as error:
-        for call in wanted:
-            call.future.set_exception(error)
+        _fail(calls, error)
         return
     start = 0
-    for call in wanted:
+    for call in calls:
         stop = start + len(call.work.texts)
         call.future.set_result(results[start:stop])
         start = stop
+
+
+def _fail(calls: list[_Call], error: BaseException) -> None:
+    for call in calls:
+        call.future.set_exception(error)

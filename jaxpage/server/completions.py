@@ -24,8 +24,16 @@ _NULL_FIELDS_OF_WHOLE = ("prompt_logprobs", "routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Echo:
+    """What an echo needs to know of a prompt."""
+
+    first_text: str | None = None  # of its first token, None without a tokenizer
+    num_added: int = 0  # tokens before its text, such as BOS
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Asked(Asked):
-    first_texts: list[str | None]  # of the first token of each prompt, with `echo`
+    echoes: list[_Echo]  # of each prompt
 
 
 class CompletionCall:
@@ -47,14 +55,10 @@ class CompletionCall:
                 check_length(prompt, inputs)
             options = {"add_special_tokens": body.add_special_tokens} | body.truncation()
             prompts = inputs.parse(given, options)
-            first_texts: list[str | None] = [None] * len(prompts)
             for prompt in prompts:
                 prompt.cache_salt = body.cache_salt
-            if body.echo:
-                for prompt in prompts:
-                    prompt.text = _echo(prompt, body.truncate_prompt_tokens, inputs)
-                first_texts = [inputs.decode(prompt.token_ids[:1]) for prompt in prompts]
-            return _Asked(prompts=prompts, params=params, first_texts=first_texts)
+            echoes = [_echo(prompt, body, inputs) if body.echo else _Echo() for prompt in prompts]
+            return _Asked(prompts=prompts, params=params, echoes=echoes)
 
         batch, asked = await server.start(
             caller, read, num_prompts=len(given), priority=body.priority, adapter=adapter
@@ -65,7 +69,7 @@ class CompletionCall:
             created=int(time.time()),
             model=server.name_of(adapter),
         )
-        return cls(server, body, head, batch, asked.params.n, asked.first_texts)
+        return cls(server, body, head, batch, asked.params.n, asked.echoes)
 
     def __init__(
         self,
@@ -74,15 +78,15 @@ class CompletionCall:
         head: Head,
         batch: Batch,
         n: int,
-        first_texts: list[str | None],
+        echoes: list[_Echo],
     ):
-        """`n`: choices per prompt; `first_texts`: of the first token of each prompt, with `echo`."""
+        """`n`: choices per prompt; `echoes`: of each prompt."""
         self.batch = batch
         self._server = server
         self._body = body
         self._head = head
         self._n = n
-        self._first_texts = first_texts
+        self._echoes = echoes
         self._written: dict[int, _Written] = {}  # by choice, while streaming
 
     def close(self) -> None:
@@ -163,6 +167,8 @@ class CompletionCall:
         if self._body.logprobs is None:
             return None
         written = self._written[index * self._n + completion.index]
+        echo = self._echoes[index]
+        num_added = min(echo.num_added, len(echoed))
         entries: list[Any] = list(completion.logprobs or ())[: len(token_ids)]
         if echoed:
             entries = [*(output.prompt_logprobs or ()), *entries]
@@ -171,20 +177,41 @@ class CompletionCall:
             entries,
             as_ids=bool(self._body.return_tokens_as_token_ids),
             offset=written.num_chars,
-            unscored=self._first_texts[index],
+            unscored=echo.first_text,
+            num_added=num_added,
         )
-        written.num_chars += sum(map(len, logprobs["tokens"]))
+        written.num_chars += sum(map(len, logprobs["tokens"][num_added:]))
         return logprobs
 
 
-def _echo(prompt: Prompt, length: int | None, inputs: InputProcessor) -> str | None:
-    """The text of the prompt, of which at most `length` tokens were kept."""
-    kept = inputs.decode(prompt.token_ids)
-    if prompt.text is None or kept is None:
-        return kept
+def _echo(prompt: Prompt, body: CompletionRequest, inputs: InputProcessor) -> _Echo:
+    """Make the prompt's text the one to echo: what was kept of it, without the tokens that the tokenizer added."""
+    first_text = inputs.decode(prompt.token_ids[:1])
+    if prompt.text is None or first_text is None:
+        prompt.text = inputs.decode(prompt.token_ids)
+        return _Echo(first_text=first_text)
+    kept, num_added = _without_added(prompt, body, inputs)
+    length = body.truncate_prompt_tokens
     longest = inputs.limits.max_model_len - 1 if length == -1 else length
     may_be_cut = longest is not None and len(prompt.token_ids) >= longest
-    return kept if may_be_cut and not kept.endswith(prompt.text) else prompt.text
+    if may_be_cut and not kept.endswith(prompt.text):
+        prompt.text = kept
+    return _Echo(first_text=first_text, num_added=num_added)
+
+
+def _without_added(
+    prompt: Prompt, body: CompletionRequest, inputs: InputProcessor
+) -> tuple[str, int]:
+    """The text of the prompt's tokens, without those that the tokenizer added before it, and how many these are."""
+    tokenizer, given = inputs.tokenizer, prompt.text or ""
+    most = tokenizer.num_special_tokens_to_add() if body.add_special_tokens else 0
+    special, num_added = set(tokenizer.all_special_ids), 0
+    kept = tokenizer.decode(prompt.token_ids)
+    # A text may begin with special tokens of its own.
+    while kept not in given and num_added < most and prompt.token_ids[num_added] in special:
+        num_added += 1
+        kept = tokenizer.decode(prompt.token_ids[num_added:])
+    return kept, num_added
 
 
 @dataclass

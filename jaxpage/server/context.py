@@ -44,7 +44,7 @@ class Server:
     metrics: Metrics
     adapters: ServedAdapters
     is_warm: bool = False  # every program is compiled
-    is_stuck: bool = False  # the engine was told to stop, and did not
+    engine_hangs: bool = False  # it was told to stop, and did not in time
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
 
     @classmethod

@@ -21,22 +21,24 @@ def completion_logprobs(
     as_ids: bool,
     offset: int = 0,
     unscored: str | None = None,
+    num_added: int = 0,
 ) -> dict[str, Any]:
     """For `/v1/completions`. `offset`: characters of the text before the first token.
 
-    The first token of a prompt has no entry; `unscored` is its text, None without a tokenizer.
+    The first token of a prompt has no entry; `unscored` is its text, None without a tokenizer. The first `num_added`
+    tokens are not in the text.
     """
     tokens: list[str] = []
     logprobs: list[float | None] = []
     best: list[dict[str, float] | None] = []
     offsets: list[int] = []
-    for token_id, entry in zip(token_ids, entries, strict=True):
+    for position, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
         token = _text(token_id, entry.get(token_id) if entry else None, as_ids=as_ids)
         if not entry and not as_ids and unscored is not None:
             token = unscored
         tokens.append(token)
         offsets.append(offset)
-        offset += len(token)
+        offset += len(token) if position >= num_added else 0
         if not entry:
             logprobs.append(None)
             best.append(None)

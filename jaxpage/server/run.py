@@ -1,7 +1,7 @@
 """A server from its start to its end: the socket, warm-up, signals, and how running requests end.
 
 SIGTERM and SIGINT drain: /ready says 503, new requests are refused, running ones have `shutdown_timeout` seconds; those
-that are left get an error. A second signal ends them at once. An engine that hangs is left behind.
+that are left get an error. A second signal ends them at once. If the engine hangs, the server ends without it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from types import FrameType
 
 import uvicorn
@@ -62,9 +62,10 @@ def run(llm: AsyncLLM | AsyncPooler, options: ServerOptions, bound: socket.socke
     http = make_http(llm, options)
     with asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:
         runner.run(http.serve(sockets=[bound]))
-    if http.server.is_stuck:
-        # Python's own exit would wait for what hangs: jax releases devices, which a step or a compiler still uses.
-        os._exit(1)
+        if http.server.engine_hangs:
+            # What comes next would wait for what hangs: the runner joins the threads of `asyncio.to_thread`, and at
+            # Python's exit jax releases devices, which a step or a compiler still uses. The log is on stderr already.
+            os._exit(1)
 
 
 def make_http(llm: AsyncLLM | AsyncPooler, options: ServerOptions) -> HttpServer:
@@ -119,23 +120,37 @@ def _lifespan(
 
 
 async def stop_engine(server: Server) -> None:
-    """Stop the engine, and wait for that, but not for one that hangs: the server is then marked as stuck."""
-    if server.is_stuck:
+    """Stop the engine, and wait for that, but not for one that hangs: `engine_hangs` is then set.
+
+    Raises what the engine's `shutdown` raises.
+    """
+    if server.engine_hangs:
         return
+    ended: Future[None] = Future()
     # A daemon, as the process waits at its end for the threads of `asyncio.to_thread`.
-    thread = threading.Thread(target=server.llm.shutdown, name="engine-shutdown", daemon=True)
-    thread.start()
-    deadline = time.monotonic() + _LONGEST_STOP
-    while thread.is_alive():
-        if time.monotonic() > deadline:
-            server.is_stuck = True
-            logger.error(
-                "the engine has not stopped within %g s, as a step on the device, or a compiler, does not end; the "
-                "server ends without it",
-                _LONGEST_STOP,
-            )
-            return
-        await asyncio.sleep(_POLL)
+    threading.Thread(
+        target=_shut_down, args=(server, ended), name="engine-shutdown", daemon=True
+    ).start()
+    waiting = asyncio.wrap_future(ended)
+    await asyncio.wait([waiting], timeout=_LONGEST_STOP)
+    if waiting.done():
+        return waiting.result()
+    server.engine_hangs = True
+    logger.error(
+        "the engine has not stopped within %g s; the process ends without it, with exit code 1; a step, a compilation "
+        "or queued work may still run",
+        _LONGEST_STOP,
+    )
+
+
+def _shut_down(server: Server, ended: Future[None]) -> None:
+    try:
+        server.llm.shutdown()
+    except BaseException as error:
+        logger.exception("the engine's shutdown failed")
+        ended.set_exception(error)
+    else:
+        ended.set_result(None)
 
 
 async def _warm_up(server: Server) -> None:
@@ -164,7 +179,7 @@ class HttpServer(uvicorn.Server):
         self._is_hurried = False
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until a signal, or `drain`. Raises ValueError for adapters that cannot be had."""
+        """Until a signal, or `drain`. Raises ValueError for adapters that cannot be had, and as `stop_engine`."""
         self._loop = asyncio.get_running_loop()
         await self.server.adapters.load_first()
         for bound in sockets or ():
@@ -172,6 +187,9 @@ class HttpServer(uvicorn.Server):
             host, port = bound.getsockname()[:2]
             logger.info("serving   %s on %s://%s:%d", self.server.model_name, scheme, host, port)
         await super().serve(sockets)
+        # By then it has ended, unless something else ended the server.
+        if self._draining is not None and self._draining.done():
+            self._draining.result()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Of SIGTERM and SIGINT. The loop logs it: the signal may have interrupted a write of the log."""
@@ -200,9 +218,11 @@ class HttpServer(uvicorn.Server):
                 logger.warning("%d requests have not ended in time", in_flight.num_requests)
                 break
             await asyncio.sleep(_POLL)
-        await stop_engine(self.server)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS):
-                while in_flight.num_requests:
-                    await asyncio.sleep(_POLL)
-        self.should_exit = True
+        try:
+            await stop_engine(self.server)
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS):
+                    while in_flight.num_requests:
+                        await asyncio.sleep(_POLL)
+            self.should_exit = True

@@ -1,17 +1,12 @@
-"""What must stay bounded: errors about bodies with many entries, stored responses, the wait for an engine to stop."""
+"""What must stay bounded: errors about bodies with many entries, and stored responses."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from jaxpage.server import run
 from jaxpage.server.errors import ApiError
 from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.completions import CompletionRequest
@@ -92,39 +87,3 @@ def test_pictures_and_many_small_items_count():
         response = {"id": f"resp_{number}"}
         store.add(StoredResponse(items=items, response=response, request_ids=()))
     assert kept(store, 0, 1) == [1]
-
-
-class StuckHttp:
-    """A server whose engine never stops, at the end of its life."""
-
-    def __init__(self, told_to_stop: list[str]):
-        def shutdown() -> None:
-            told_to_stop.append("told")
-            threading.Event().wait()
-
-        self.server: Any = SimpleNamespace(llm=SimpleNamespace(shutdown=shutdown), is_stuck=False)
-        self.config = SimpleNamespace(get_loop_factory=lambda: None)
-
-    async def serve(self, sockets: Any) -> None:
-        await run.stop_engine(self.server)  # when it was drained
-        await run.stop_engine(self.server)  # at the end of its application's life
-
-
-def test_a_server_ends_without_an_engine_that_does_not_stop(monkeypatch, caplog):
-    told: list[str] = []
-    codes: list[int] = []
-    monkeypatch.setattr(run, "_LONGEST_STOP", 0.1)
-    monkeypatch.setattr(run, "make_http", lambda *_: StuckHttp(told))
-    monkeypatch.setattr(os, "_exit", codes.append)
-    nothing: Any = None
-    run.run(nothing, nothing, nothing)
-    assert told == ["told"] and codes == [1]
-    assert "the engine has not stopped within 0.1 s" in caplog.text
-
-
-def test_a_server_waits_for_an_engine_that_stops(caplog):
-    told: list[str] = []
-    stops = SimpleNamespace(shutdown=lambda: told.append("told"))
-    server: Any = SimpleNamespace(llm=stops, is_stuck=False)
-    asyncio.run(run.stop_engine(server))
-    assert told == ["told"] and not server.is_stuck and not caplog.text

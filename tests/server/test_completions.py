@@ -149,6 +149,55 @@ def bos(llm):
     tokenizer.backend_tokenizer.post_processor = usual
 
 
+ECHOES = [
+    ({}, PROMPT),
+    ({"truncate_prompt_tokens": 99}, PROMPT),
+    ({"truncate_prompt_tokens": 3}, slice(-2, None)),
+    ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, slice(-3, None)),
+    ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, slice(1, 3)),
+    ({"truncate_prompt_tokens": 1}, slice(0, 0)),
+    ({"truncate_prompt_tokens": 3, "add_special_tokens": False}, slice(-3, None)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("cut", "kept"), ECHOES)
+def test_an_echo_has_no_bos_and_offsets_are_those_of_its_text(client, llm, bos, cut, kept, stream):
+    tokenizer = llm.get_tokenizer()
+    whole = tokenizer(PROMPT)["input_ids"]
+    asked = dict(model="demo", prompt=PROMPT, echo=True, logprobs=0, max_tokens=2, temperature=0)
+    more = {"min_tokens": 2} | cut  # no EOS, which has no text
+    answer = client.completions.create(**asked, stream=stream, extra_body=more)
+    choices = [c.choices[0] for c in (answer if stream else [answer])]
+    text = "".join(choice.text for choice in choices)
+    tokens, offsets = (
+        [x for choice in choices for x in getattr(choice.logprobs, name)]
+        for name in ("tokens", "text_offset")
+    )
+    assert text.startswith(kept if isinstance(kept, str) else tokenizer.decode(whole[kept]))
+    num_unseen = int(tokens[0] == tokenizer.decode([bos]))
+    assert num_unseen == (cut.get("truncation_side") != "left" and "add_special_tokens" not in cut)
+    assert "".join(tokens[num_unseen:]) == text
+    assert all(
+        text[offset:].startswith(token)
+        for token, offset in list(zip(tokens, offsets, strict=True))[num_unseen:]
+    )
+    assert offsets[0] == 0 and offsets == sorted(offsets)
+
+
+def test_an_echo_has_the_special_tokens_of_the_text(client, bos, llm):
+    """Only those that the tokenizer adds are no part of it."""
+    special = llm.get_tokenizer().decode([bos])
+    text = f"{special}{PROMPT}"
+    for length, side in ((3, "right"), (99, None)):
+        cut = {"truncate_prompt_tokens": length, "truncation_side": side}
+        asked = dict(model="demo", echo=True, logprobs=0, max_tokens=1)
+        choice = client.completions.create(**asked, prompt=text, extra_body=cut).choices[0]
+        assert choice.logprobs.tokens[:2] == [special, special]
+        assert choice.text == "".join(choice.logprobs.tokens[1:])
+
+
 def prompt_ids(client, **cut) -> list[int]:
     more = {"truncate_prompt_tokens": 3, "return_token_ids": True, **cut}
     answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=1, extra_body=more)

@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -301,6 +302,42 @@ def test_a_call_that_fails_fails_alone_and_those_after_shutdown_are_refused(tmp_
     pooler.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):
         asyncio.run(embed([5]))
+
+
+def test_calls_that_wait_when_the_engine_is_shut_down_get_an_error(tmp_path):
+    build("Bert", 0, tmp_path)
+    options = OPTIONS | {"skip_tokenizer_init": True}
+    pooler = AsyncPooler(EngineConfig.from_options(model=str(tmp_path), **options))
+    begun, may_end, answers = threading.Event(), threading.Event(), {}
+    run = pooler._built.engine.run
+
+    def slow(*args, **options):
+        begun.set()
+        assert may_end.wait(20)
+        return run(*args, **options)
+
+    pooler._built.engine.run = slow
+    with serving(pooler) as url:
+
+        def embed(number: int) -> None:
+            answers[number] = ask(url, "/v1/embeddings", {"input": [5, 6]})
+
+        threads = [threading.Thread(target=embed, args=(i,)) for i in range(3)]
+        threads[0].start()
+        assert begun.wait(20)
+        for thread in threads[1:]:
+            thread.start()
+        while ask(url, "/load")[1]["server_load"] < 3:
+            time.sleep(0.01)
+        ending = threading.Thread(target=pooler.shutdown)
+        ending.start()
+        while not pooler.errored:
+            time.sleep(0.01)
+        may_end.set()
+        for thread in (*threads, ending):
+            thread.join(20)
+    assert [answers[i][0] for i in range(3)] == [200, 503, 503]
+    assert "shut down" in answers[2][1]["error"]["message"]
 
 
 @pytest.mark.parametrize(

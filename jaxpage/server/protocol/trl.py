@@ -84,6 +84,8 @@ class Chat(Sampling):
         """Raises ValueError."""
         messages = [[_with_urls(message) for message in each] for each in self.messages]
         kwargs = self.chat_template_kwargs
+        # The template gets the tools as they were written, as TRL's server has it from vLLM's `LLM.chat`; in
+        # `/v1/chat/completions` it gets only OpenAI's fields of them.
         return list(inputs.parse_chat(messages, tools=self.tools, chat_template_kwargs=kwargs))
 
 
