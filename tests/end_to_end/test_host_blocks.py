@@ -113,13 +113,23 @@ VARIANTS = {
     "either-disk": (FEW, True, {}),
     "plain-loop": (MANY, False, {"preemption_mode": "swap", "async_scheduling": False}),
 }
+DEEP = (
+    "recompute-host",
+    "swap-host",
+)  # of others the disk is behind the host tier, or the loop is plain
 
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [*(("llama", v) for v in VARIANTS), ("gemma3", "recompute-disk"), ("gemma3", "swap-disk")],
+    [
+        *(
+            pytest.param("llama", v, marks=pytest.mark.deep if v in DEEP else pytest.mark.slow)
+            for v in VARIANTS
+        ),
+        pytest.param("gemma3", "recompute-disk", marks=pytest.mark.slow),
+        pytest.param("gemma3", "swap-disk", marks=pytest.mark.deep),  # see `test_soak.py`
+    ],
 )
-@pytest.mark.slow
 def test_a_pool_of_a_tenth_gives_the_same_tokens_and_logprobs(
     unpressured, family, variant, tmp_path
 ):
