@@ -138,7 +138,8 @@ def expected(production_compiler, path):
 # What is named stands in the options. Engines with equal pools and sizes share their programs.
 FEW_BLOCKS = 13
 SETTINGS = {
-    "all-sizes": dict(decode_steps=1),  # of which `expected` has some
+    # One step a launch, so that `expected` has some of its programs.
+    "all-sizes, overlapped": dict(async_scheduling=True, decode_steps=1),
     "plain-loop, cache-off": dict(
         async_scheduling=False, decode_steps=1, enable_prefix_caching=False
     ),
@@ -156,8 +157,8 @@ SETTINGS = {
     ),
     "all-sizes, slots-for-all": dict(max_num_seqs=64, max_num_batched_tokens=512),
 }
-# More of the first one, and two circumstances that others have too, each with something else.
-DEEP = ("all-sizes, slots-for-all", "preempted, plain-loop")
+# More of the first one, and circumstances each of which another one has too.
+DEEP = ("all-sizes, slots-for-all", "overlapped, blocks-of-4", "preempted, plain-loop")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_tokens_do_not_depend_on_settings_or_neighbours(name, path, expected):
         assert len(preempted) > NUM_REQUESTS // 2
     hits_when_cold = llm.stats().prefix_cache_hits
     assert_same(answers(llm.generate(prompts, params, use_tqdm=False)), expected)  # cache warm
-    if name == "all-sizes":
+    if name == "all-sizes, overlapped":
         assert llm.stats().prefix_cache_hits > 2 * hits_when_cold
     assert_nothing_leaked(llm)
 
