@@ -22,7 +22,7 @@ from nbformat.v4 import new_code_cell
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 300_000  # of one file with its pictures
 KERNEL = "python3"
-WITH_FEWER_PROGRAMS = ("3_kv_memory", "5_grpo")
+WITH_FEWER_PROGRAMS = ("1_quickstart", "3_kv_memory", "5_grpo", "6_inside_the_model")
 FEWER_PROGRAMS = f"""
 import sys
 sys.path.append({str(Path(__file__).parent.parent)!r})
@@ -30,7 +30,20 @@ from tests.few_programs import few_programs
 few = few_programs()
 few.__enter__()
 """
-SHORTER = {"5_grpo": {"STEPS, PROMPTS, GROUP = 40, 8, 8": "STEPS, PROMPTS, GROUP = 2, 2, 4"}}
+# By notebook: source -> what runs instead, with the same calls of jaxpage.
+SHORTER = {
+    "3_kv_memory": {"questions=20": "questions=5", '("auto", "int8", "int4")': '("auto", "int4")'},
+    "5_grpo": {
+        "STEPS, PROMPTS, GROUP = 40, 8, 8": "STEPS, PROMPTS, GROUP = 2, 2, 4",
+        '"max_num_seqs": 64,': '"max_num_seqs": 8,',
+        '"max_num_batched_tokens": 256': '"max_num_batched_tokens": 64',
+        "for _ in range(50)": "for _ in range(8)",
+        "SamplingParams(max_tokens=80,": "SamplingParams(max_tokens=32,",
+    },
+    "6_inside_the_model": {
+        "LLM(str(checkpoint()),": "LLM(str(checkpoint()), max_num_seqs=8, max_num_batched_tokens=64,",
+    },
+}
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

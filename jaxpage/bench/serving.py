@@ -232,7 +232,7 @@ def warm_up(context: Context) -> Iterator[Result]:
     load = TINY if context.tiny else FULL
     options: dict[str, Any] = {"load_format": "dummy"}
     if context.tiny:
-        options |= {"max_model_len": 16, "max_num_seqs": 2}
+        options |= {"max_model_len": 16, "max_num_seqs": 2, "max_num_batched_tokens": 16}
     threads, device = len(os.sched_getaffinity(0)), jax.devices()[0].device_kind
     for cache, events in starts(_folder(context, load), options, threads=threads):
         yield measured(f"start, {cache}", events["warm"], "s", WARM[cache], device=device, **events)

@@ -86,7 +86,9 @@ def test_everything_is_measured_printed_and_written(monkeypatch, tmp_path, capsy
     """And an int8 pool loses no look-up."""
     caplog.set_level(logging.WARNING, "jaxpage")  # as `main` does, but for this test only
     monkeypatch.setattr(accuracy, "KV_DTYPES", ("auto", "int8", "int4"))
-    monkeypatch.setattr(accuracy, "FAMILIES", {"Gemma 3": accuracy.FAMILIES["Gemma 3"]})
+    gemma = accuracy.FAMILIES["Gemma 3"]
+    gemma = gemma | {"num_hidden_layers": 3, "layer_types": gemma["layer_types"][:3]}
+    monkeypatch.setattr(accuracy, "FAMILIES", {"Gemma 3": gemma})
     path = tmp_path / "report.json"
     with few_programs():
         accuracy.main(AccuracyBench(questions=15, suites=("look-up 8",), num_tokens=4, json=path))

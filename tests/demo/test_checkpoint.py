@@ -31,7 +31,14 @@ def chats(seed: int, count: int, rows: tuple[int, ...]) -> list[tuple[list[dict[
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     with few_programs():
-        return LLM(str(checkpoint()), dtype="bfloat16", max_num_seqs=8, num_gpu_blocks_override=512)
+        return LLM(
+            str(checkpoint()),
+            dtype="bfloat16",
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            num_gpu_blocks_override=512,
+            enforce_eager=True,
+        )
 
 
 def test_it_is_small():

@@ -38,7 +38,7 @@ SEEN = Scene(
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     with few_programs():
-        return LLM(str(checkpoint()), **show.OPTIONS)
+        return LLM(str(checkpoint()), **show.OPTIONS, enforce_eager=True)
 
 
 def test_it_is_small():
@@ -143,7 +143,8 @@ def test_transformers_says_the_same(llm):
 def test_the_demo_from_its_first_word_to_its_last():
     screen = io.StringIO()
     console = Console(file=screen, width=120, highlight=False)
-    one, many = show.show(console, {"enforce_eager": True})
+    with few_programs():  # those of `llm`
+        one, many = show.show(console, {"enforce_eager": True})
     printed = screen.getvalue()
     assert "\x1b" not in printed
     assert len(one) >= 5 and len(many) >= 24

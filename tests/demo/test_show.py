@@ -1,6 +1,6 @@
 """The demo from its first word to its last, once.
 
-Programs are compiled at their first use here, so that only those in use are.
+Programs have two step sizes and are compiled at their first use here, so that only those in use are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jaxpage.demo import checkpoint, scenarios
 from jaxpage.demo.show import Shown, manifest, num_parameters, show
 from jaxpage.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from jaxpage.runner.programs import ProgramRecord
+from tests.few_programs import few_programs
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,8 @@ def shown() -> tuple[Shown, str]:
     """What the scenarios saw, and what a reader of a pipe sees."""
     screen = io.StringIO()
     console = Console(file=screen, width=120, highlight=False)
-    seen = show(console, {"enforce_eager": True, "max_num_batched_tokens": 32})
+    with few_programs():
+        seen = show(console, {"enforce_eager": True, "max_num_batched_tokens": 32})
     return seen, screen.getvalue()
 
 

@@ -113,7 +113,11 @@ def test_beams_equal_transformers(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "variant", "num_eos"),
-    [("llama", 0, 3), ("qwen3", 2, 1), ("gemma3", 0, 2)],
+    [
+        ("llama", 0, 3),
+        pytest.param("qwen3", 2, 1, marks=pytest.mark.deep),  # other layers see unequally far
+        ("gemma3", 0, 2),
+    ],
 )
 def test_beams_equal_transformers_in_depth(family, variant, num_eos, tmp_path):
     prompts = prompts_of((1, 7, 64))

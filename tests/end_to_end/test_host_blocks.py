@@ -91,7 +91,7 @@ def unpressured(tmp_path_factory):
     @functools.cache
     def answer(family):
         folder = checkpoints.build(family, 0, tmp_path_factory.mktemp(family))
-        llm = make_llm(folder, LARGE)
+        llm = make_llm(folder, LARGE, enforce_eager=True)
         assert llm._engine.runner.groups.windows == WINDOWS[family]
         expected = checkpoints.answers(llm, *work(TIMES[family])), beam_answers(llm, TIMES[family])
         assert llm.stats().num_preemptions == 0
@@ -113,13 +113,23 @@ VARIANTS = {
     "either-disk": (FEW, True, {}),
     "plain-loop": (MANY, False, {"preemption_mode": "swap", "async_scheduling": False}),
 }
+DEEP = (
+    "recompute-host",
+    "swap-host",
+)  # of others the disk is behind the host tier, or the loop is plain
 
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [*(("llama", v) for v in VARIANTS), ("gemma3", "recompute-disk"), ("gemma3", "swap-disk")],
+    [
+        *(
+            pytest.param("llama", v, marks=pytest.mark.deep if v in DEEP else pytest.mark.slow)
+            for v in VARIANTS
+        ),
+        pytest.param("gemma3", "recompute-disk", marks=pytest.mark.slow),
+        pytest.param("gemma3", "swap-disk", marks=pytest.mark.deep),  # see `test_soak.py`
+    ],
 )
-@pytest.mark.slow
 def test_a_pool_of_a_tenth_gives_the_same_tokens_and_logprobs(
     unpressured, family, variant, tmp_path
 ):
@@ -163,7 +173,7 @@ def test_a_prefix_is_found_on_the_host_and_after_a_restart_on_the_disk(
     prompts, params = work()
     prompt = prompts[1]
     one = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
-    options = {"swap_space": 0.1, "kv_offload_dir": str(tmp_path)}
+    options = {"swap_space": 0.1, "kv_offload_dir": str(tmp_path), "enforce_eager": True}
     options["tensor_parallel_size"] = num_devices
     llm = make_llm(folder, 17, **options)
     (first,) = llm.generate([prompt], one, use_tqdm=False)
@@ -190,7 +200,7 @@ def test_a_prefix_is_found_on_the_host_and_after_a_restart_on_the_disk(
 
 @pytest.mark.slow
 def test_strict_numerics_do_not_read_what_other_programs_computed(folder, tmp_path):
-    options = {"swap_space": 0.1, "kv_offload_dir": str(tmp_path)}
+    options = {"swap_space": 0.1, "kv_offload_dir": str(tmp_path), "enforce_eager": True}
     prompt = work()[0][1]
     one = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
     found = []

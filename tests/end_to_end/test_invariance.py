@@ -13,7 +13,8 @@ from tests import checkpoints
 from tests.few_programs import few_programs
 
 VOCAB = checkpoints.VOCAB_SIZE
-NUM_REQUESTS = 64
+NUM_REQUESTS = 16  # two of each kind
+NUM_SLOTS = 8  # fewer, so that some wait, and few sizes of programs, which take most of the time
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,8 @@ def make_llm(path, **options):
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=256,
-        max_num_seqs=NUM_REQUESTS,
-        max_num_batched_tokens=512,
+        max_num_seqs=NUM_SLOTS,
+        max_num_batched_tokens=64,
         enforce_eager=True,
         num_gpu_blocks_override=2000,
     )
@@ -93,7 +94,8 @@ def assert_nothing_leaked(llm):
 
 
 @pytest.mark.parametrize(
-    "num_devices", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))]
+    "num_devices",
+    [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.deep)],
 )
 def test_few_requests_alone_and_among_others_in_small_blocks_and_chunks_preempted(
     num_devices, path
@@ -133,33 +135,38 @@ def expected(production_compiler, path):
     return answers(outputs)
 
 
-# Twelve circumstances in six engines: what is named stands in the options.
+# What is named stands in the options. Engines with equal pools and sizes share their programs.
+FEW_BLOCKS = 13
 SETTINGS = {
-    "among-63-others": {},
-    "plain-loop, few-slots, cache-off": dict(
-        async_scheduling=False, decode_steps=1, max_num_seqs=5, enable_prefix_caching=False
+    # One step a launch, so that `expected` has some of its programs.
+    "all-sizes, overlapped": dict(async_scheduling=True, decode_steps=1),
+    "plain-loop, cache-off": dict(
+        async_scheduling=False, decode_steps=1, enable_prefix_caching=False
     ),
-    "overlapped, blocks-of-4, chunks-of-64": dict(
-        async_scheduling=True, decode_steps=1, block_size=4, max_num_batched_tokens=64
-    ),
-    "preempted": dict(num_gpu_blocks_override=22),
+    "overlapped, blocks-of-4": dict(async_scheduling=True, decode_steps=1, block_size=4),
+    "preempted": dict(num_gpu_blocks_override=FEW_BLOCKS),
     "preempted, plain-loop": dict(
-        num_gpu_blocks_override=22, async_scheduling=False, decode_steps=1
+        num_gpu_blocks_override=FEW_BLOCKS, async_scheduling=False, decode_steps=1
     ),
     "preempted, several-steps-a-launch, chunks-of-7, blocks-of-4": dict(
-        num_gpu_blocks_override=42,
+        num_gpu_blocks_override=36,
         block_size=4,
         max_num_batched_tokens=7,
         async_scheduling=False,
         decode_steps=8,
     ),
+    "all-sizes, slots-for-all": dict(max_num_seqs=64, max_num_batched_tokens=512),
 }
+# More of the first one, and circumstances each of which another one has too.
+DEEP = ("all-sizes, slots-for-all", "overlapped, blocks-of-4", "preempted, plain-loop")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.deep if n in DEEP else pytest.mark.slow) for n in SETTINGS],
+)
 def test_tokens_do_not_depend_on_settings_or_neighbours(name, path, expected):
-    with nullcontext() if name == "among-63-others" else few_programs():
+    with nullcontext() if name.startswith("all-sizes") else few_programs():
         llm = make_llm(path, **SETTINGS[name])
     prompts, params = workload()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -169,7 +176,7 @@ def test_tokens_do_not_depend_on_settings_or_neighbours(name, path, expected):
         assert len(preempted) > NUM_REQUESTS // 2
     hits_when_cold = llm.stats().prefix_cache_hits
     assert_same(answers(llm.generate(prompts, params, use_tqdm=False)), expected)  # cache warm
-    if name == "among-63-others":
+    if name == "all-sizes, overlapped":
         assert llm.stats().prefix_cache_hits > 2 * hits_when_cold
     assert_nothing_leaked(llm)
 
@@ -191,7 +198,7 @@ def test_any_order_of_arrivals_and_aborts_gives_the_same_tokens(seed, path, expe
 def _run_in_any_order(rng, llm):
     """The outputs of the requests that were not aborted, by number."""
     prompts, params = workload()
-    waiting = rng.sample(range(NUM_REQUESTS), rng.randint(1, 40))
+    waiting = rng.sample(range(NUM_REQUESTS), rng.randint(1, NUM_REQUESTS))
     aborted = rng.sample(waiting, min(len(waiting), rng.randint(0, 5)))
     finished = {}
     while waiting or llm.has_unfinished_requests():
@@ -213,6 +220,6 @@ def _shared_llm(path):
     if path not in _cached:
         with few_programs():
             _cached[path] = make_llm(
-                path, num_gpu_blocks_override=40, max_num_seqs=16, scheduling_policy="priority"
+                path, num_gpu_blocks_override=FEW_BLOCKS, scheduling_policy="priority"
             )
     return _cached[path]

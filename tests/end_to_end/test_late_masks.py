@@ -89,7 +89,7 @@ def alternates(token_ids):
 )
 def test_masks_that_come_late_change_no_token(options, tmp_path_factory):
     path = checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("model"))
-    llm = checkpoints.make_llm(path, async_scheduling=False)
+    llm = checkpoints.make_llm(path, async_scheduling=False, enforce_eager=True)
     free = answers(llm, [None] * 6)
     prompt = answers(llm, [0] * 6)
     llm = checkpoints.make_llm(path, **options)
@@ -106,7 +106,7 @@ def test_masks_that_come_late_change_no_token(options, tmp_path_factory):
 
 def test_several_continuations_have_masks_of_their_own(tmp_path_factory):
     path = checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("model"))
-    llm = checkpoints.make_llm(path)  # with fewer slots than sequences
+    llm = checkpoints.make_llm(path, enforce_eager=True)  # with fewer slots than sequences
     masked = answers(llm, [0] * 6, n=2)
     assert answers(llm, [0, 2, 0, 1, 3, 0], n=2) == masked
     assert all(map(alternates, masked)) and len(set(map(tuple, masked))) > 6
@@ -115,7 +115,7 @@ def test_several_continuations_have_masks_of_their_own(tmp_path_factory):
 def test_others_are_not_held_back(tmp_path_factory):
     """While one waits for each of its masks, the others take the steps that they take without it."""
     path = checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("model"))
-    llm = checkpoints.make_llm(path, async_scheduling=False)
+    llm = checkpoints.make_llm(path, async_scheduling=False, enforce_eager=True)
     answers(llm, [None] * 6)
     without = llm.stats().num_steps
     answers(llm, [None] * 5 + [2])

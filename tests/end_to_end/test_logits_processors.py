@@ -42,7 +42,7 @@ NEGATE = SamplerFeature(
 def test_each_request_has_what_it_asks_for(tmp_path):
     path = checkpoints.build("qwen2", 0, tmp_path)
     llm = checkpoints.make_llm(path, logits_processors=[KEEP_ONE, NEGATE])
-    plain = checkpoints.make_llm(path)
+    plain = checkpoints.make_llm(path, enforce_eager=True)
     prompt = {"prompt_token_ids": [5, 6, 7]}
     # A row that asks for neither is as without them, whatever others in its step ask for.
     asked = [None, {"only": 40}, {"negate": True}, {"only": 50, "negate": True}]

@@ -152,7 +152,7 @@ def test_flat_logprobs_read_like_the_others(llm, prompts):
     "mode", ["temperature", "processed_logprobs", "raw_logits", "processed_logits"]
 )
 def test_every_mode_says_the_same_of_the_best_and_of_all(path, prompts, logits, mode):
-    llm = checkpoints.make_llm(path, logprobs_mode=mode)
+    llm = checkpoints.make_llm(path, logprobs_mode=mode, enforce_eager=True)
     options = {"temperature": 0.5, "seed": 1, "logit_bias": {5: 3.0}, "max_tokens": 1}
     best = generate(llm, prompts, logprobs=3, **options)
     whole = generate(llm, prompts, logprobs=-1, **options)

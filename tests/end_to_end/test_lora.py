@@ -142,7 +142,9 @@ def test_eight_adapters_and_the_model_give_each_what_it_gives_alone(adapted):
     llm.wait_until_warm()
     assert llm.stats().num_recompiles == 0
     # With room for two of them, some wait.
-    few = checkpoints.make_llm(adapted.base, max_loras=2, max_cpu_loras=3, **options)
+    few = checkpoints.make_llm(
+        adapted.base, max_loras=2, max_cpu_loras=3, enforce_eager=True, **OPTIONS
+    )
     got = answers(generate(few, adapted, prompts, numbers))
     checkpoints.assert_same_answers(got, expected, atol=1e-4)
 
@@ -151,7 +153,7 @@ def test_eight_adapters_and_the_model_give_each_what_it_gives_alone(adapted):
 def test_other_adapters_in_the_batch_change_no_bit(adapted):
     """Of the logprobs, on the programs that users get."""
     prompts = prompts_of((9, 17, 5, 30), seed=2)
-    options = {"max_loras": 5, "enable_prefix_caching": False, **OPTIONS}
+    options = {"max_loras": 5, "enable_prefix_caching": False, "enforce_eager": True, **OPTIONS}
     llm = checkpoints.make_llm(adapted.base, **options)
     found = []
     for company in ([0, 0, 0], [2, 3, 4], [4, 2, 0], [5, 1, 1]):

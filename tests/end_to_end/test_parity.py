@@ -17,6 +17,17 @@ LIMITS = {
     ("phi3", 2): {"max_model_len": 512, "prompt_lens": (130, 200, 300)},
 }
 FAST = {("qwen2", 0)}
+# Each family, windows in all layers and in some, RoPE that depends on max_model_len. The other variants are deep: their
+# logits are compared in `models/test_families.py`.
+SLOW = {
+    ("llama", 0),
+    ("llama", 3),
+    ("mistral", 0),
+    ("qwen3", 2),
+    ("phi3", 2),
+    ("gemma2", 1),
+    ("gemma3", 0),
+}
 
 
 def prompts_of(lengths, seed=0):
@@ -46,7 +57,7 @@ def log_softmax(logits):
 
 def cases():
     for case in checkpoints.CASES:
-        marks = () if case in FAST else (pytest.mark.slow,)
+        marks = () if case in FAST else pytest.mark.slow if case in SLOW else pytest.mark.deep
         yield pytest.param(*case, marks=marks, id=f"{case[0]}-{case[1]}")
 
 
@@ -80,13 +91,20 @@ def check_greedy_tokens(path, prompts, *, max_model_len=512):
                 assert logprob.rank == 1 + (expected[step] > expected[step, token] + 1e-6).sum()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", checkpoints.VARIANTS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=pytest.mark.slow if f in ("llama", "gemma3") else pytest.mark.deep)
+        for f in checkpoints.VARIANTS
+    ],
+)
 def test_bfloat16_logprobs_stay_near_float32(family, tmp_path):
     """Along torch's bf16 continuation, our bf16 logprobs are as near to float32 as torch's own are.
 
     Both round each layer's output to 8 bits of mantissa, in other places, so tokens may differ; the bound is twice
     torch's own largest error on the same tokens, plus the 2^-8 relative step of a bf16 logit.
+
+    Most families are deep: `models/test_families.py` compares the logits of each.
     """
     path = checkpoints.build(family, 0, tmp_path)
     prompt = prompts_of([100])[0]

@@ -40,12 +40,7 @@ def path(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(path):
-    return checkpoints.make_llm(path, enable_prompt_embeds=True, max_model_len=128)
-
-
-@pytest.fixture(scope="module")
-def refusing(path):
-    """The same, for what no program runs for."""
+    """Compiles nothing for what it refuses."""
     options = {"enable_prompt_embeds": True, "max_model_len": 128, "enforce_eager": True}
     return checkpoints.make_llm(path, **options)
 
@@ -55,7 +50,7 @@ def test_embeddings_of_tokens_answer_as_the_tokens_do_beside_them(path):
     """Alone, mixed with prompts of tokens, in chunks, preempted, and found in the cache."""
     prompts = prompts_of(*LENGTHS)
     embeds = [{"prompt_embeds": x} for x in embeddings(path, prompts)]
-    plain = checkpoints.make_llm(path, max_model_len=128)
+    plain = checkpoints.make_llm(path, max_model_len=128, enforce_eager=True)
     expected = tokens(plain.generate(prompts, GREEDY, use_tqdm=False))
     llm = checkpoints.make_llm(
         path,
@@ -112,9 +107,9 @@ def test_penalties_see_no_tokens_in_a_prompt_of_embeddings(path, llm):
         (np.zeros((128, 32), ml_dtypes.bfloat16), "leaves no room"),
     ],
 )
-def test_what_is_no_embedding_is_refused(refusing, embeds, message):
+def test_what_is_no_embedding_is_refused(llm, embeds, message):
     with pytest.raises(ValueError, match=message):
-        refusing.generate({"prompt_embeds": embeds}, GREEDY, use_tqdm=False)
+        llm.generate({"prompt_embeds": embeds}, GREEDY, use_tqdm=False)
 
 
 def test_an_engine_without_the_option_says_how_to_have_it(path):

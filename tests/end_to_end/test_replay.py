@@ -81,6 +81,7 @@ def test_mixed_requests_are_replayed_bit_for_bit(num_requests, path, tmp_path, c
     """And by another process, to which the calls are sent over a socket while they are made."""
     file = tmp_path / "calls"
     llm = checkpoints.make_llm(path, all_programs=True, **OPTIONS, record_calls=str(file))
+    llm.wait_until_warm()  # the other process finds the programs, and compiles none at the same time
     header = _recording_header(
         EngineConfig.from_options(model=str(path), **llm_options(file)),
         MagicMock(config=llm.config, num_devices=1),
@@ -159,7 +160,8 @@ def test_as_many_devices_replay_it_as_recorded_it(where, path, tmp_path):
     file = tmp_path / "calls"
     devices = 2 if where == "tensor_parallel_size" else Mesh(np.array(jax.devices()[:2]), ("x",))
     with few_programs():
-        llm = make_llm(path, **{where: devices}, record_calls=str(file))
+        options = {where: devices, "enforce_eager": True}
+        llm = make_llm(path, **options, record_calls=str(file))
         params = SamplingParams(max_tokens=9, temperature=0.8, seed=1)
         llm.generate([[3, 4, 5], [6, 7]], params, use_tqdm=False)
         del llm
@@ -172,7 +174,8 @@ def test_as_many_devices_replay_it_as_recorded_it(where, path, tmp_path):
 def test_what_differs_is_told(path, tmp_path, capsys):
     """Another checkpoint samples other tokens; the first difference is named, and the exit code says so."""
     file, other = tmp_path / "calls", tmp_path / "other"
-    llm = checkpoints.make_llm(path, all_programs=True, record_calls=str(file))
+    options = OPTIONS | {"enforce_eager": True, "record_calls": str(file)}
+    llm = checkpoints.make_llm(path, all_programs=True, **options)
     llm.generate([[3, 4, 5]], SamplingParams(max_tokens=9, temperature=0), use_tqdm=False)
     del llm
     shutil.copytree(path, other)

@@ -11,7 +11,6 @@ import pytest
 
 from jaxpage import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from jaxpage.config import EngineConfig
-from jaxpage.demo import checkpoint
 from tests import checkpoints
 from tests.end_to_end.test_parity import prompts_of
 from tests.end_to_end.test_tensor_parallel import params
@@ -111,7 +110,7 @@ def test_a_replica_that_is_killed_under_load_costs_no_request(folder, wanted, wh
 def test_an_equal_start_finds_the_programs_of_each_replica(folder, tmp_path, fresh_cache):
     cache = str(tmp_path)
     found = []
-    for num_replicas in (1, 2, 2, 1):
+    for num_replicas in (1, 2, 2):
         llm = checkpoints.make_llm(
             folder, data_parallel_size=num_replicas, compilation_cache_dir=cache
         )
@@ -120,7 +119,7 @@ def test_an_equal_start_finds_the_programs_of_each_replica(folder, tmp_path, fre
         origins = {program.origin for program in llm.programs()}
         assert origins == {"stored"} or len(found) <= 2
         assert llm.stats().num_recompiles == 0
-    assert found[0] == found[1] == found[2] == found[3]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.slow
@@ -150,20 +149,20 @@ def test_what_replicas_cannot_do_is_refused(folder):
 
 
 @pytest.mark.slow
-def test_a_server_of_two_replicas():
+def test_a_server_of_two_replicas(tiny_folder):
     """Its metrics and its view tell of both; it is healthy until the last one has failed."""
     with few_programs():
         llm = AsyncLLM(
-            str(checkpoint()),
+            tiny_folder,
             data_parallel_size=2,
             max_num_seqs=4,
             max_num_batched_tokens=64,
             num_gpu_blocks_override=100,
             enforce_eager=True,
         )
-    with serving(llm, served_model_name=("demo",)) as url:
+    with serving(llm, served_model_name=("tiny",)) as url:
         for number in range(4):
-            body = {"model": "demo", "prompt": f"{number} dogs", "max_tokens": 4}
+            body = {"model": "tiny", "prompt": f"{number} dogs", "max_tokens": 4}
             request = urllib.request.Request(
                 f"{url}/v1/completions",
                 json.dumps(body).encode(),

@@ -123,6 +123,6 @@ def test_what_cannot_be_done_is_refused(llm, folders, tmp_path, expected):
     with pytest.raises(ValueError):
         llm.update_weights(tmp_path)
     assert tokens(llm) == expected[0]
-    replicas = make(folders[0], data_parallel_size=2)
+    replicas = make(folders[0], data_parallel_size=2, enforce_eager=True)
     with pytest.raises(ValueError, match="one replica on one host"):
         replicas.sleep()

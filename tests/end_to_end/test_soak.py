@@ -107,7 +107,7 @@ def soak(family: str, folder: Path, seconds: float, seed: int) -> Counter[str]:
     rng = random.Random(seed)
     checkpoints.build(family, 0, folder)
     tasks = make_tasks(rng)
-    calm = make_llm(folder, 400)
+    calm = make_llm(folder, 400, enforce_eager=True)
     expected = [
         [c.token_ids for c in output.outputs]
         for output in calm.generate([p for p, _ in tasks], [x for _, x in tasks], use_tqdm=False)

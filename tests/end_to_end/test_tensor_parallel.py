@@ -43,7 +43,6 @@ PROMPT_LENS, MAX_TOKENS, BEAM_TOKENS = (1, 30, 7, 64, 90, 30, 11), 24, 9
 ATOL = {"quantised pool": 3e-2, "int8 weights": 1e-1}
 # Some families have these cases in tests that are not deep: each family and each way once.
 SLOW = {
-    ("qwen2", 0, 2, "plain"),
     ("olmo2", 1, 4, "plain"),
     ("starcoder2", 1, 2, "int8 weights"),
     ("qwen2_moe", 1, 8, "plain"),
@@ -195,14 +194,14 @@ def test_a_mesh_of_the_user_is_taken_and_nothing_is_whole_on_a_device(tmp_path):
 def test_an_equal_start_finds_its_programs(tmp_path, fresh_cache):
     path, cache = checkpoints.build("llama", 0, tmp_path / "model"), str(tmp_path / "cache")
     found = []
-    for first in (0, 6, 0, 6):
+    for first in (6, 0, 6):
         mesh = Mesh(np.array(jax.devices()[first : first + 2]), ("x",))
         llm = checkpoints.make_llm(path, mesh=mesh, compilation_cache_dir=cache)
         llm._engine.runner.wait_until_warm()
         origins = {program.origin for program in llm.programs()}
         found.append(checkpoints.answers(llm, [[5, 6]], [params(0)]))
         assert origins == {"stored"} or len(found) <= 2
-    assert found[0] == found[1] == found[2] == found[3]
+    assert found[0] == found[1] == found[2]
 
 
 def test_devices_that_are_not_there_are_asked_for(tmp_path):

@@ -422,7 +422,8 @@ def test_what_does_not_end_in_time_gets_an_error(how):
     from jaxpage.demo import checkpoint
 
     with few_programs():
-        llm = AsyncLLM(str(checkpoint()), max_num_seqs=4, kv_cache_memory_bytes="64M")
+        sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": "64M"}
+        llm = AsyncLLM(str(checkpoint()), enforce_eager=True, **sizes)
     timeout = 60.0 if how == "second signal" else 0.2
     url, server, thread = run_in_thread(llm, shutdown_timeout=timeout)
     connection, response = open_stream(url)

@@ -26,7 +26,8 @@ OPTIONS = {"dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 64}
 
 @pytest.fixture(scope="module")
 def one() -> LLM:
-    return checkpoints.make_llm(checkpoint(), skip_tokenizer_init=False, **OPTIONS)
+    options = OPTIONS | {"skip_tokenizer_init": False, "enforce_eager": True}
+    return checkpoints.make_llm(checkpoint(), **options)
 
 
 @pytest.fixture(scope="module")
