@@ -142,11 +142,11 @@ def make_requests() -> list[Request]:
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "kv_format"),
     [
-        # Each of four devices has a KV head: `end_to_end/test_tensor_parallel.py` has such models too.
-        pytest.param(8, 4, None, marks=pytest.mark.deep),
+        # Engines of `end_to_end/test_tensor_parallel.py` share heads in the first three ways, and pad them on eight devices.
+        pytest.param(8, 4, None, marks=pytest.mark.deep),  # each of four devices has a KV head
         pytest.param(8, 2, None, marks=pytest.mark.deep),  # two devices have the same one
         pytest.param(8, 1, "int8", marks=pytest.mark.deep),
-        (6, 2, None),  # query heads that do not divide, with padding
+        pytest.param(6, 2, None, marks=pytest.mark.deep),  # heads that do not divide, with padding
         (6, 3, "int8"),  # a device has nothing but padding
     ],
 )
