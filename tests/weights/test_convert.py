@@ -192,11 +192,9 @@ def test_an_engine_answers_alike_from_every_format(tmp_path):
         trees.save(tree, tmp_path / f"maxtext {stacked}")
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=0, ignore_eos=True)
     prompts = [[5, 6, 7], [3, 40, 100, 200, 13]]
-    llm = checkpoints.make_llm(hf, enforce_eager=True)
-    expected = checkpoints.answers(llm, prompts, params)
+    expected = checkpoints.answers(checkpoints.make_llm(hf), prompts, params)
     for name in ("nnx", "tunix", "maxtext False", "maxtext True"):
-        options = {"hf_config_path": str(hf), "enforce_eager": True}
-        llm = checkpoints.make_llm(tmp_path / name, **options)
+        llm = checkpoints.make_llm(tmp_path / name, hf_config_path=str(hf))
         got = checkpoints.answers(llm, prompts, params)
         checkpoints.assert_same_answers(got, expected, atol=1e-4)
 
