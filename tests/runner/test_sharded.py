@@ -142,7 +142,7 @@ def make_requests() -> list[Request]:
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "kv_format"),
     [
-        # Engines of `end_to_end/test_tensor_parallel.py` share heads in the first three ways, and pad them on eight devices.
+        # Engines of `end_to_end/test_tensor_parallel.py` share heads in all these ways but the last.
         pytest.param(8, 4, None, marks=pytest.mark.deep),  # each of four devices has a KV head
         pytest.param(8, 2, None, marks=pytest.mark.deep),  # two devices have the same one
         pytest.param(8, 1, "int8", marks=pytest.mark.deep),
