@@ -22,6 +22,7 @@ from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.tokenizer import load_tokenizer
 from tests.fake_device import EOS, MAX_MODEL_LEN, fake_built
 from tests.fakes import expected_output
+from tests.few_programs import few_programs
 from tests.sampling.oracle import Row, forced_token
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -812,15 +813,16 @@ def test_min_tokens_masks_every_eos_id_even_if_eos_is_ignored(folder):
     """As vLLM does: benchmarks ask for both. Here the device is real."""
 
     def answers(eos: list[int], *options: dict) -> list[list[int]]:
-        llm = LLM(
-            folder,
-            max_model_len=64,
-            max_num_seqs=1,
-            max_num_batched_tokens=16,
-            num_gpu_blocks_override=8,
-            enforce_eager=True,
-            override_generation_config={"eos_token_id": eos},
-        )
+        with few_programs():
+            llm = LLM(
+                folder,
+                max_model_len=64,
+                max_num_seqs=1,
+                max_num_batched_tokens=16,
+                num_gpu_blocks_override=8,
+                enforce_eager=True,
+                override_generation_config={"eos_token_id": eos},
+            )
         params = [
             SamplingParams(temperature=0, ignore_eos=True, max_tokens=24, **given)
             for given in options
@@ -856,7 +858,8 @@ def test_a_thinking_budget_holds_however_the_engine_is_set(folder):
 
     def outputs(**options):
         options |= {"max_model_len": 96, "max_num_seqs": 4, "enforce_eager": True}
-        llm = LLM(folder, reasoning_config=words, **options)
+        with few_programs():
+            llm = LLM(folder, reasoning_config=words, **options)
         return llm, llm.generate(prompts, params, use_tqdm=False)
 
     plain = {"decode_steps": 1, "async_scheduling": False, "enable_prefix_caching": False}

@@ -9,13 +9,13 @@ import functools
 import importlib.util
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxpage import EngineConfig, cli
+from jaxpage import EngineConfig, cli, tiny
 from jaxpage.async_llm import AsyncLLM
 from jaxpage.demo import checkpoint
 from jaxpage.server.options import ServerOptions
@@ -167,33 +167,51 @@ def code() -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Callable[[int], Path]:
+    """The folder of a tiny model with so many layers."""
+
+    @functools.cache
+    def built(num_layers: int) -> Path:
+        config = tiny.TINY_CONFIG | {"num_hidden_layers": num_layers}
+        path = tmp_path_factory.mktemp("model") / "tiny"
+        return tiny.write_checkpoint(path, config, write_more=tiny._write_tokenizer)
+
+    return built
+
+
 @contextlib.contextmanager
-def running_server(block: str) -> Iterator[str]:
+def running_server(block: str, folder: Path) -> Iterator[str]:
     """The code, with the address of a server if it asks for one."""
     address = "http://127.0.0.1:8000"
     if address not in block:
         yield block
         return
-    llm = AsyncLLM(str(checkpoint()), enforce_eager=True, max_num_seqs=8)
+    llm = AsyncLLM(str(folder), enforce_eager=True, max_num_seqs=8)
     with serving(llm, api_key=("SECRET",)) as url:
         yield block.replace(address, url)
     llm.shutdown()
 
 
-# Instead of a model that must be downloaded.
+# Of `fake_vision`, which needs the demo's vocabulary.
+SEEING = fake_vision.OPTIONS | {
+    "chat_template": fake_vision.TEMPLATE,
+    "hf_overrides": fake_vision.OPTIONS["hf_overrides"] | {"num_hidden_layers": 2},
+}
+# Instead of models that must be downloaded, and of the demo's: FOLDER has one with fewer layers.
 SMALL = {
-    '"Qwen/Qwen2.5-0.5B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8",
-    '"Qwen/Qwen2.5-VL-3B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8, "
-    f"chat_template={fake_vision.TEMPLATE!r}, **{fake_vision.OPTIONS!r}",
-    '"Qwen/Qwen3-Embedding-0.6B"': f"{str(checkpoint())!r}, runner='pooling', enforce_eager=True",
-    "LLM(str(checkpoint()))": "LLM(str(checkpoint()), enforce_eager=True, max_num_seqs=8)",
-    "hidden_size = 896": "hidden_size = 192",
+    '"Qwen/Qwen2.5-0.5B-Instruct"': "FOLDER, enforce_eager=True, max_num_seqs=8",
+    '"Qwen/Qwen2.5-VL-3B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8, **{SEEING!r}",
+    '"Qwen/Qwen3-Embedding-0.6B"': "FOLDER, runner='pooling', enforce_eager=True",
+    "LLM(str(checkpoint())": "LLM(FOLDER, enforce_eager=True, max_num_seqs=8",
+    "checkpoint()": "FOLDER",
+    "hidden_size = 896": f"hidden_size = {tiny.TINY_CONFIG['hidden_size']}",
 }
 
 
 @pytest.mark.slow  # whole engines
 @pytest.mark.parametrize("block", code())
-def test_code_runs(block, tmp_path, monkeypatch):
+def test_code_runs(block, model, tmp_path, monkeypatch):
     """With programs of few sizes. What is quoted instead, because it needs what surrounds it, stands so in the code."""
     if "import" not in block:
         quoted = "".join(block.split()).rstrip(",")
@@ -201,11 +219,13 @@ def test_code_runs(block, tmp_path, monkeypatch):
         assert any(quoted in "".join(path.read_text().split()) for path in sources)
         return
     monkeypatch.chdir(tmp_path)
+    folder = model(3 if "blocks.2." in block else 2)
     for name in re.findall(r'"(adapters/\w+)"', block):
-        save_adapter(tmp_path / name, checkpoint(), seed=0)
+        save_adapter(tmp_path / name, folder, seed=0)
     for theirs, ours in SMALL.items():
         block = block.replace(theirs, ours)
-    with running_server(block) as block, fake_vision.registered(), few_programs():
-        exec(compile(ast.parse(block), "README.md", "exec"), {"__name__": "__main__"})
+    with few_programs(), running_server(block, folder) as block, fake_vision.registered():
+        names = {"__name__": "__main__", "FOLDER": str(folder)}
+        exec(compile(ast.parse(block), "README.md", "exec"), names)
     for recording in tmp_path.glob("*.calls"):
         assert cli.main(["replay", recording.name]) == 0

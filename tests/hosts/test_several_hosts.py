@@ -22,7 +22,9 @@ LONGEST_WAIT = 15  # seconds until the other processes have ended
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("model")))
+    """With one layer, which has everything that hosts exchange."""
+    folder = tmp_path_factory.mktemp("model")
+    return str(checkpoints.build("qwen2", 0, folder, num_hidden_layers=1))
 
 
 # A pool of a few requests: sequences are preempted and swapped.

@@ -143,8 +143,8 @@ def static_of(case: Case) -> dict:
     return dict(scale=case.head_dim**-0.5, window=case.window, soft_cap=case.soft_cap)
 
 
-def check(case: Case, arrays: dict, *, sinks: bool = False, **options):
-    """options: `one_query_per_row`, `sizes`, `interpret`."""
+def check(case: Case, arrays: dict, *, sinks: bool = False, **options) -> np.ndarray:
+    """The result. options: `one_query_per_row`, `sizes`, `interpret`."""
     static = static_of(case)
     names = ("q", "k", "v", "pool", "slot_mapping")
     rows = (arrays[name] for name in ("block_table", "kv_lens", "query_starts"))
@@ -166,6 +166,7 @@ def check(case: Case, arrays: dict, *, sinks: bool = False, **options):
         np.testing.assert_array_equal(
             np.asarray(got, np.float32)[1:], np.asarray(wanted, np.float32)[1:]
         )
+    return out
 
 
 class TestTPU(PagedAttentionTests):
@@ -246,11 +247,12 @@ def test_pools_of_8_bit_floats(name, format):
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "format"),
     [
-        (14, 2, 64, None),
+        # Heads of these sizes are tested below as well, with several tiles of queries or one query per row.
+        pytest.param(14, 2, 64, None, marks=pytest.mark.deep),
         (6, 2, 96, None),
         (4, 4, 128, None),
         (3, 1, 192, None),
-        (8, 4, 96, "int4"),
+        pytest.param(8, 4, 96, "int4", marks=pytest.mark.deep),
         (7, 1, 256, "int4"),
     ],
 )
@@ -290,13 +292,13 @@ def test_lanes_move_from_registers_to_others(source, target, count):
     [
         # A register with the last head of one KV head and the first of the other; three turns over heads.
         (18, 2, 64, "bfloat16", None, True),
-        (6, 2, 64, "float32", None, True),
+        pytest.param(6, 2, 64, "float32", None, True, marks=pytest.mark.deep),
         # An odd number of halves: XLA makes the tiles.
         (3, 1, 64, "bfloat16", None, False),
         # Two planes of a head in a register.
         (3, 1, 128, "bfloat16", "int4", True),
         # Heads that begin anywhere in a register, as their keys do.
-        (8, 4, 96, "bfloat16", None, True),
+        pytest.param(8, 4, 96, "bfloat16", None, True, marks=pytest.mark.deep),
         (8, 4, 96, "bfloat16", "int4", True),
         # Values that begin in one register and end in another.
         (8, 8, 112, "float32", None, True),
@@ -329,9 +331,10 @@ def test_heads_that_are_no_whole_registers(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["prompt-of-many-tiles", "mixed", "empty-rows-between", "padding"])
 def test_heads_of_whole_registers_stay_side_by_side(name, dtype):
-    """Queries and results have no tiles of their own in HBM, see `Shape.is_flat`."""
+    """Queries and results have no tiles of their own in HBM, see `Shape.is_flat`. With sinks and without."""
     case = fitting(replace(case_of(name), head_dim=128, dtype=dtype))
-    check(case, arrays_of(case), sizes=tpu_layout.TileSizes(tile_rows=64), sinks=name == "mixed")
+    sizes = tpu_layout.TileSizes(tile_rows=64)
+    check(case, bucketed(arrays_of(case)), sizes=sizes, sinks=dtype == "bfloat16")
 
 
 @pytest.mark.slow
@@ -412,7 +415,7 @@ def test_rows_are_picked_out_of_tiles_of_tokens(num_heads, num_kv_heads, head_di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 1100])
+@pytest.mark.parametrize("window", [None, pytest.param(1100, marks=pytest.mark.deep)])
 def test_a_fetch_has_a_power_of_two_of_tiles(window):
     """Three would fit, but the scalar core counts fetches by shifts."""
     case = Case(
@@ -535,10 +538,16 @@ def test_tiles_of_which_every_query_sees_all(window, sizes):
 
 
 @pytest.mark.slow
-def test_larger_sizes_give_the_same_result():
-    case = fitting(replace(case_of("mixed"), kv_lens=(700, 20, 1, 90, 100)), "int8")
+def test_larger_sizes_and_an_odd_number_of_heads():
+    """Each head has eight rows of scales and zeros, four of them unused."""
+    case = replace(case_of("mixed"), kv_lens=(700, 20, 1, 90, 100), num_heads=6, num_kv_heads=3)
+    case = fitting(case, "int8")
+    arrays = arrays_of(case)
+    pool = to_tpu(arrays["pool"])
+    assert isinstance(pool, QuantizedPool) and pool.scale_zero is not None
+    assert pool.scale_zero.shape[1] == 3 * 8
     sizes = tpu_layout.TileSizes(tile_rows=512, tile_kv=2048, tile_bytes=4 << 20)
-    check(case, arrays_of(case), sizes=sizes)
+    check(case, arrays, sizes=sizes)
 
 
 @pytest.mark.slow
@@ -552,25 +561,13 @@ def test_a_fetch_of_several_tiles_cuts_the_same_sums(format, window, monkeypatch
     given: dict[str, Any] = {"one_query_per_row": True, "sizes": sizes}
     shape = tpu_layout.shape_of(arrays["q"], to_tpu(arrays["pool"]), case.num_kv_heads, 18, **given)
     assert (shape.tile_kv, shape.tiles_of_fetch) == (128, 4)
-    check(case, arrays, **given)
-    several, _ = run(arrays, **static_of(case) | given)
+    several = check(case, arrays, **given)
     monkeypatch.setattr(tpu_shape, "MOST_TILES", 1)
     program.cache_clear()
     alone, _ = run(arrays, **static_of(case) | given)
     program.cache_clear()
     # Of a CPU's code for scales and zeros XLA makes other multiply-adds in another program.
     np.testing.assert_allclose(several, alone, rtol=0, atol=1e-6 if format else 0)
-
-
-@pytest.mark.slow
-def test_an_odd_number_of_heads():
-    """Each has eight rows of scales and zeros, four of them unused."""
-    case = fitting(replace(case_of("second-chunk"), num_heads=6, num_kv_heads=3), "int8")
-    arrays = arrays_of(case)
-    pool = to_tpu(arrays["pool"])
-    assert isinstance(pool, QuantizedPool) and pool.scale_zero is not None
-    assert pool.scale_zero.shape[1] == 3 * 8
-    check(case, arrays)
 
 
 @pytest.mark.slow

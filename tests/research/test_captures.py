@@ -140,7 +140,8 @@ def test_continuations_have_the_prompt_in_common(llm, dense):
 
 @pytest.mark.slow
 def test_values_are_those_behind_an_intervention(path, dense):
-    llm = make_llm(path, research=ResearchConfig(points=[PRE], captures=[PRE, POST]))
+    research = ResearchConfig(points=[PRE], captures=[PRE, POST])
+    llm = make_llm(path, research=research, enforce_eager=True)
     vector = RNG.standard_normal(SIZE).astype(np.float32)
     asked = params([POST, PRE], interventions=[add(PRE, vector, slice(None))])
     (output,) = llm.generate({"prompt_token_ids": PROMPT}, asked, use_tqdm=False)
@@ -173,7 +174,8 @@ def test_recorded_calls_capture_the_same(path, dense, tmp_path):
     ids=lambda options: next(iter(options)),
 )
 def test_whatever_the_engine(path, dense, options):
-    llm, names = make_llm(path, **options), [*ASKED, "everything", "prompt"]
+    llm = make_llm(path, enforce_eager=True, **options)
+    names = [*ASKED, "everything", "prompt"]
     for output, name in zip(answers(llm, names), names, strict=True):
         assert_captured(output, name, dense)
 
@@ -196,7 +198,8 @@ def test_requests_are_refused_before_anything_changes(llm, path):
     with pytest.raises(ValueError, match="'blocks.9' is not among the captures of ResearchConfig"):
         llm.generate({"prompt_token_ids": PROMPT}, params("blocks.9"))
     with pytest.raises(ValueError, match="capture needs an engine with"):
-        make_llm(path, research=None).generate({"prompt_token_ids": PROMPT}, params("*"))
+        without = make_llm(path, research=None, enforce_eager=True)
+        without.generate({"prompt_token_ids": PROMPT}, params("*"))
     assert llm.stats().num_waiting == 0
 
 

@@ -211,7 +211,7 @@ def test_recorded_calls_have_the_vectors(path, expected, tmp_path):
     ids=lambda options: next(iter(options)),
 )
 def test_whatever_the_engine(path, expected, options):
-    llm, names = make_llm(path, **options), list(ASKED)
+    llm, names = make_llm(path, enforce_eager=True, **options), list(ASKED)
     assert_expected(answers(llm, names), names, expected)
 
 

@@ -30,11 +30,11 @@ OPTIONS = {
 }
 
 
-def write_config(path: Path) -> Path:
-    """config.json of a Qwen 3 with two layers, float32."""
+def write_config(path: Path, *, num_layers: int = 2) -> Path:
+    """config.json of a Qwen 3, float32."""
     import transformers
 
-    sizes = checkpoints.VARIANTS["qwen3"][0]
+    sizes = checkpoints.VARIANTS["qwen3"][0] | {"num_hidden_layers": num_layers}
     config = transformers.Qwen3Config(
         **sizes,
         vocab_size=VOCAB_SIZE,

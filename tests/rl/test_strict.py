@@ -20,17 +20,20 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("production_compiler")]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return write_config(tmp_path_factory.mktemp("config"))
-
-
 @pytest.fixture(
-    scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.deep)]
+    scope="module",
+    params=[
+        ("bfloat16", 1),
+        pytest.param(("bfloat16", 2), marks=pytest.mark.deep),
+        pytest.param(("float32", 2), marks=pytest.mark.deep),
+    ],
+    ids="{0[0]}-{0[1]}".format,
 )
-def bound(request, path, production_compiler):
-    """A module and its sampler."""
-    module = make_module(path, dtype=request.param)
+def bound(request, tmp_path_factory, production_compiler):
+    """A module and its sampler. One with two layers, in the layout of others, is below."""
+    dtype, num_layers = request.param
+    path = write_config(tmp_path_factory.mktemp("config"), num_layers=num_layers)
+    module = make_module(path, dtype=dtype)
     sampler = make_sampler(module, path, numerics="strict")
     yield module, sampler
     sampler.shutdown()
@@ -90,20 +93,23 @@ def test_one_bit_is_an_error(bound):
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
+    ("layout", "dtype", "num_layers"),
     [
-        pytest.param("tunix", "bfloat16", marks=pytest.mark.deep),
-        ("maxtext stacked", "bfloat16"),
-        ("tunix", "float32"),
-        pytest.param("maxtext", "float32", marks=pytest.mark.deep),
+        pytest.param("tunix", "bfloat16", 2, marks=pytest.mark.deep),
+        ("maxtext stacked", "bfloat16", 2),
+        ("tunix", "float32", 1),
+        pytest.param("tunix", "float32", 2, marks=pytest.mark.deep),
+        pytest.param("maxtext", "float32", 2, marks=pytest.mark.deep),
     ],
 )
-def test_the_layouts_of_others_are_sampled_strictly_too(path, layout, dtype):
+def test_the_layouts_of_others_are_sampled_strictly_too(tmp_path, layout, dtype, num_layers):
     """Whatever the batches; float32 arrays are rounded to the engine's bfloat16 in the same place on both sides."""
+    path = write_config(tmp_path, num_layers=num_layers)
     ours = make_module(path)
     theirs = Holder(in_layout(layout, ours, path))
-    sampler = make_sampler(theirs, path, numerics="strict", dtype=dtype)
+    sampler = make_sampler(theirs, path, numerics="strict", dtype=dtype, enforce_eager=True)
     rollout = sampler.generate(PROMPTS, PARAMS, n=4, seed=1)
+    num_compiled = sampler.stats().num_recompiles
     report = sampler.check_parity(rollout)
     assert report.token_count == 144 and report.mismatch_count == 0
     forward = sampler.logprob_fn()
@@ -119,10 +125,11 @@ def test_the_layouts_of_others_are_sampled_strictly_too(path, layout, dtype):
     assert all(np.abs(each).max() > 0 for each in jax.tree.leaves(gradient))
     alone = sampler.generate(PROMPTS[:1], PARAMS, n=4, seed=1)
     np.testing.assert_array_equal(alone.logprobs, rollout.logprobs[:4])
-    assert sampler.stats().num_recompiles == 0
+    assert sampler.stats().num_recompiles == num_compiled > 0
     sampler.shutdown()
 
 
-def test_several_devices_are_refused(path):
+def test_several_devices_are_refused(tmp_path):
+    path = write_config(tmp_path)
     with pytest.raises(ValueError, match='numerics="strict" uses one device, not 2'):
         make_sampler(make_module(path), path, numerics="strict", tensor_parallel_size=2)

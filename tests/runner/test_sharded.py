@@ -38,12 +38,12 @@ def make_model(num_heads: int, num_kv_heads: int) -> nnx.Module:
         intermediate_size=48,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=LENGTH,
         use_sliding_window=True,
         sliding_window=7,
-        max_window_layers=1,  # the layers after it have the window: two KV-cache groups
+        max_window_layers=1,  # the layer after it has the window: two KV-cache groups
         initializer_range=0.3,
     )
     model = registry.build(config, dtype=jnp.float32)
@@ -142,10 +142,11 @@ def make_requests() -> list[Request]:
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "kv_format"),
     [
-        (8, 4, None),  # each of four devices has a KV head
+        # Engines of `end_to_end/test_tensor_parallel.py` share heads in all these ways but the last.
+        pytest.param(8, 4, None, marks=pytest.mark.deep),  # each of four devices has a KV head
         pytest.param(8, 2, None, marks=pytest.mark.deep),  # two devices have the same one
         pytest.param(8, 1, "int8", marks=pytest.mark.deep),
-        (6, 2, None),  # query heads that do not divide, with padding
+        pytest.param(6, 2, None, marks=pytest.mark.deep),  # heads that do not divide, with padding
         (6, 3, "int8"),  # a device has nothing but padding
     ],
 )

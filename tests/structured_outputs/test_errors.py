@@ -11,6 +11,7 @@ from jaxpage import LLM, SamplingParams, StructuredOutputsConfig, StructuredOutp
 from jaxpage.demo import checkpoint
 from jaxpage.structured_outputs.grammar import to_grammar
 from tests import checkpoints
+from tests.structured_outputs.conftest import make_llm
 
 
 def tagged(**tag) -> dict:
@@ -149,11 +150,8 @@ def test_one_that_takes_too_long_is_given_up(slow_compiler, llm, monkeypatch):
 
 
 @pytest.mark.slow
-def test_masks_that_need_too_long(tmp_path):
-    tight = {"max_mask_time": 1e-6}
-    llm = checkpoints.make_llm(
-        checkpoint(), skip_tokenizer_init=False, structured_outputs_config=tight
-    )
+def test_masks_that_need_too_long():
+    llm = make_llm(structured_outputs_config={"max_mask_time": 1e-6})
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a|b){1,99}"}}}
     params = SamplingParams(structured_outputs={"json": schema}, max_tokens=20)
     free = SamplingParams(max_tokens=5, ignore_eos=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from jaxpage import SamplingParams
-from jaxpage.demo import checkpoint
 from tests import checkpoints
 from tests.structured_outputs.cases import REGEXES, SCHEMAS
 
@@ -30,9 +29,15 @@ def params(index: int) -> SamplingParams:
     )
 
 
-def make_llm(**options):
+@pytest.fixture(scope="module")
+def make_llm(tiny_folder):
+    """Engines of a tiny model."""
     defaults = {"skip_tokenizer_init": False, "max_model_len": 96, "num_gpu_blocks_override": 400}
-    return checkpoints.make_llm(checkpoint(), **(defaults | options))
+
+    def make(**options):
+        return checkpoints.make_llm(tiny_folder, **(defaults | options))
+
+    return make
 
 
 def answers(llm, indices) -> dict[int, list]:
@@ -46,9 +51,9 @@ def answers(llm, indices) -> dict[int, list]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[int, list]:
+def expected(make_llm) -> dict[int, list]:
     """Each alone, one step after the other."""
-    llm = make_llm(async_scheduling=False, enable_prefix_caching=False, max_num_seqs=2)
+    llm = make_llm(async_scheduling=False, enable_prefix_caching=False)
     found: dict[int, list] = {}
     for index in range(len(WANTED)):
         found |= answers(llm, [index])
@@ -62,14 +67,14 @@ def expected() -> dict[int, list]:
         {},
         {"async_scheduling": False},
         {"max_num_batched_tokens": 7},
-        {"num_gpu_blocks_override": 24},
-        {"num_gpu_blocks_override": 24, "swap_space": 0.01, "preemption_mode": "swap"},
+        {"num_gpu_blocks_override": 16},
+        {"num_gpu_blocks_override": 16, "swap_space": 0.01, "preemption_mode": "swap"},
         {"max_num_seqs": 3, "scheduling_policy": "priority"},
         {"tensor_parallel_size": 2},
     ],
     ids=["all", "plain", "chunks", "recomputed", "swapped", "few slots", "two devices"],
 )
-def test_together_they_have_the_tokens_that_they_have_alone(expected, options):
+def test_together_they_have_the_tokens_that_they_have_alone(make_llm, expected, options):
     llm = make_llm(**options)
     indices = list(range(len(WANTED)))
     assert answers(llm, indices) == expected
@@ -80,7 +85,7 @@ def test_together_they_have_the_tokens_that_they_have_alone(expected, options):
 
 
 @pytest.mark.slow
-def test_neighbours_with_grammars_change_nothing_for_others():
+def test_neighbours_with_grammars_change_nothing_for_others(make_llm):
     free = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
 
     def answer(llm, wanted):

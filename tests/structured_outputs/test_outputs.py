@@ -18,6 +18,13 @@ def llm(request, demo_llm) -> LLM:
     return demo_llm if request.param == "demo" else make_llm(load_format="dummy")
 
 
+@pytest.fixture
+def half(llm, demo_llm):
+    """Every second case: one model has the even ones, the other one the odd ones."""
+    first = 0 if llm is demo_llm else 1
+    return lambda cases: cases[first::2]
+
+
 def answers(llm, wanted, **options):
     """(text, whether it ended by itself) of one output for each of `wanted`."""
     defaults = {"temperature": 1.5, "seed": 1, "max_tokens": 200}
@@ -32,8 +39,8 @@ def answers(llm, wanted, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.deep)])
-def test_json_fits_its_schema(llm, step):
-    schemas = SCHEMAS[::step]
+def test_json_fits_its_schema(llm, half, step):
+    schemas = half(SCHEMAS[::step]) if step > 1 else SCHEMAS
     wanted = [{"json": s, "disable_any_whitespace": True} for s in schemas]
     ended = 0
     for (text, ends), schema in zip(answers(llm, wanted, max_tokens=120), schemas, strict=True):
@@ -43,8 +50,8 @@ def test_json_fits_its_schema(llm, step):
 
 
 @pytest.mark.slow
-def test_json_with_any_whitespace_fits_its_schema(llm):
-    few = SCHEMAS[:40]
+def test_json_with_any_whitespace_fits_its_schema(llm, half):
+    few = half(SCHEMAS[:40])
     found = answers(llm, [{"json": s} for s in few], max_tokens=120)
     assert all(fits(text, s) for (text, ends), s in zip(found, few, strict=True) if ends)
     assert any(ends for _, ends in found)
@@ -59,19 +66,21 @@ def test_a_few_schemas(llm):
 
 
 @pytest.mark.slow
-def test_texts_match_their_regex(llm):
-    found = answers(llm, [{"regex": r} for r in REGEXES])
-    for (text, ends), regex in zip(found, REGEXES, strict=True):
+def test_texts_match_their_regex(llm, half):
+    regexes = half(REGEXES)
+    found = answers(llm, [{"regex": r} for r in regexes])
+    for (text, ends), regex in zip(found, regexes, strict=True):
         assert not ends or re.fullmatch(regex, text), (text, regex)
-    assert sum(ends for _, ends in found) > 50
+    assert sum(ends for _, ends in found) > 25
 
 
 @pytest.mark.slow
-def test_texts_are_of_their_grammar(llm):
-    found = answers(llm, [{"grammar": g} for g, _ in GRAMMARS])
-    for (text, ends), (grammar, matches) in zip(found, GRAMMARS, strict=True):
+def test_texts_are_of_their_grammar(llm, half):
+    grammars = half(GRAMMARS)
+    found = answers(llm, [{"grammar": g} for g, _ in grammars])
+    for (text, ends), (grammar, matches) in zip(found, grammars, strict=True):
         assert not ends or matches(text), (text, grammar)
-    assert sum(ends for _, ends in found) > 14
+    assert sum(ends for _, ends in found) > 7
 
 
 def test_choices_objects_and_tags(llm):

@@ -53,8 +53,9 @@ def measured(config, tmp_path_factory) -> Iterator[Callable[..., dict[str, int]]
     def measure(layout: str, **how) -> dict[str, int]:
         run = Run(checkpoint=saved(layout), config=config, **how)
         flags = f"--xla_force_host_platform_device_count={run.num_devices}"
+        modules = ("tests.without_torch", "tests.weights.restore_memory")
         done = subprocess.run(
-            [sys.executable, "-m", "tests.weights.restore_memory", json.dumps(vars(run))],
+            [sys.executable, "-m", *modules, json.dumps(vars(run))],
             env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
             stdout=subprocess.PIPE,
             text=True,
