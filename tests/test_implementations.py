@@ -47,8 +47,14 @@ def test_if_none_can_serve_one_error_has_all_reasons():
     ]
 
 
-@pytest.mark.parametrize("operation", [attention, blocks, experts, lora, matmul])
-def test_xla_is_the_last_of_each_operation_and_serves_everywhere(operation):
-    *others, last = operation.IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    "implementations",
+    [
+        *(operation.IMPLEMENTATIONS for operation in (attention, blocks, experts, lora)),
+        *matmul.IMPLEMENTATIONS.values(),
+    ],
+)
+def test_xla_is_the_last_of_each_operation_and_serves_everywhere(implementations):
+    *others, last = implementations
     assert (last.name, last.platform) == ("xla", None)
     assert all(each.platform is not None for each in others)
