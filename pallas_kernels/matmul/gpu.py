@@ -1,7 +1,7 @@
 """Products of few tokens with bfloat16 weights for Hopper GPUs (sm_90a) in Mosaic GPU. Knows no engine, and makes no
 choices.
 
-With few tokens a product takes as long as its weight takes to read: copies must never stop, on any SM.
+With few tokens a product takes as long as reading its weight: every SM must always be waiting for copies.
 
 **Tile.** A program is one warpgroup, which computes the transposed result: `rows` outputs, wgmma's rows, and a tile of
 tokens, of 8 or more, not 64. Beyond the last token TMA reads zeros; but more than 8 tokens are padded to a multiple
