@@ -1,11 +1,11 @@
 """Products of few tokens with bfloat16 weights for Hopper GPUs (sm_90a) in Mosaic GPU. Knows no engine, and makes no
 choices.
 
-With few tokens a product takes as long as reading its weight: every SM must always be waiting for copies.
+With few tokens a product takes as long as reading its weight: every SM must always have copies in flight.
 
 **Tile.** A program is one warpgroup, which computes the transposed result: `rows` outputs, wgmma's rows, and a tile of
-tokens, of 8 or more, not 64. Beyond the last token TMA reads zeros; but more than 8 tokens are padded to a multiple
-of 8, as its tiles must not begin before the last token and end after it.
+tokens, of 8 or more, not 64. Beyond the last token TMA reads zeros. More than 8 tokens are padded to a multiple of 8:
+Mosaic GPU lowers no copy from an array whose last tile of 8 rows is partial.
 
 **Splits.** Layers with few outputs have fewer programs than the chip has SMs: their inputs are split, and XLA adds the
 parts in order, then the bias, and casts. The number of parts, and so the order of all sums, depends only on the
