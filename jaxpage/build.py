@@ -72,9 +72,7 @@ _NOT_REPLAYED = (
     "compilation_cache_dir",
     "structured_outputs_config",
     "mesh",
-    "nnodes",
-    "node_rank",
-    "dist_init_addr",
+    *("nnodes", "node_rank", "dist_init_addr"),
 )
 _SIZES = ("num_gpu_blocks_override", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
 
@@ -363,7 +361,7 @@ def _recording_header(options: EngineConfig, sized: EngineSpec) -> dict[str, Any
         raise ValueError("record_calls cannot write down a function; give hf_overrides as a dict")
     fields = dataclasses.fields(EngineConfig)
     given = {f.name: getattr(options, f.name) for f in fields if f.name not in _NOT_REPLAYED}
-    for name in ("reasoning_config", "research"):
+    for name in ("reasoning_config", "speculative_config", "research"):
         if (values := getattr(options, name)) is not None:
             given[name] = vars(values)
     found = {name: getattr(sized.config, name) for name in ("model", *_SIZES)}
@@ -394,6 +392,7 @@ def _make_scheduler(spec: EngineSpec, runner: Runner) -> Scheduler:
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,
+        speculative=config.speculative_config,
         samples_late=not on_cpu,  # where the host would only take the device's cores
         # Of usual devices, operations for each byte that they read.
         padding=Padding(prompt_sizes, overhead=16 if on_cpu else 256),

@@ -22,6 +22,7 @@ from jaxpage.pictures.options import check_picture_options, most_of
 from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
 from jaxpage.research_config import ResearchConfig, to_research_config
 from jaxpage.sampling.processors import check_processors
+from jaxpage.speculation import SpeculativeConfig, to_speculative_config
 from jaxpage.structured_outputs.config import StructuredOutputsConfig, to_structured_outputs_config
 from jaxpage.tool_parsers import formats
 from jaxpage.vllm_options import translate
@@ -144,6 +145,8 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"  # or "priority": lower values first
     async_scheduling: bool = True  # launch a step before the previous one was read
     decode_steps: int = 8  # decode steps in one launch
+    # check guesses at several tokens in one step; a dict becomes a SpeculativeConfig. None: off
+    speculative_config: SpeculativeConfig | dict[str, Any] | None = None
     stream_interval: int = 1  # least tokens between two outputs of a sequence
     load_format: str = "auto"  # "auto" and "safetensors" read the checkpoint, "dummy" is random
     # merged into config.json, nested dicts too; or a function from the config to another one
@@ -230,6 +233,8 @@ class EngineConfig:
         self._check_combinations()
         self._check_hosts()
         object.__setattr__(self, "research", to_research_config(self.research))
+        speculative = to_speculative_config(self.speculative_config)
+        object.__setattr__(self, "speculative_config", speculative)
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an int, got {self.seed!r}")
         if self.max_model_len not in (None, "auto", -1):
@@ -373,6 +378,8 @@ class EngineConfig:
             "logprobs_mode": _LOGPROBS_MODES[self.logprobs_mode],
             "max_cpu_loras": self.max_cpu_loras or self.max_loras,
         }
+        if self.speculative_config is not None:  # drafts follow from all tokens so far
+            values |= {"async_scheduling": False, "decode_steps": 1}
         return ResolvedConfig(**values)
 
     def _resolve_max_model_len(self, hf_config: PretrainedConfig) -> int:
@@ -427,6 +434,12 @@ class ResolvedConfig(EngineConfig, CheckpointValues):
     max_num_batched_tokens: int = field()
     compilation_cache_dir: str = field()
     fit_max_model_len: bool = False  # lower `max_model_len` to what fits the KV memory
+
+    @property
+    def num_drafts(self) -> int:
+        """The most tokens of a sequence that are guessed in one step."""
+        speculative = self.speculative_config
+        return speculative.num_speculative_tokens if isinstance(speculative, SpeculativeConfig) else 0
 
     def describe(self) -> str:
         """One line per option, for the debug log."""

@@ -127,6 +127,7 @@ class EngineSpec:
             hidden_size=model.hidden_size,
             dtype=model.dtype,
             decode_steps=config.decode_steps,
+            num_drafts=config.num_drafts,
             num_top_logprobs=size if config.max_logprobs == -1 else min(config.max_logprobs, size),
             logprobs_mode=config.logprobs_mode,
             num_scored=min(_MOST_SCORED, self.buckets[-1].num_rows),

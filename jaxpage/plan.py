@@ -120,6 +120,9 @@ class StepPlan:
     prompt_scores: list[tuple[int, int, list[int], bool]] = field(default_factory=list)
     # (row, offsets of its tokens in this step, ascending): tokens whose values inside the model are returned
     captured: list[tuple[int, list[int]]] = field(default_factory=list)
+    # Row -> guesses at its next tokens, which are the last of its `num_tokens` and not among the known ones. The row
+    # samples once more after each guess that was right.
+    drafts: dict[int, list[int]] = field(default_factory=dict)
     # sampling rows that return the log-probabilities of the whole vocabulary
     vocabulary_rows: list[int] = field(default_factory=list)
     # (adapter slot, contents): loaded before sequences are admitted
@@ -143,7 +146,8 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step sampled. P = plan.num_steps, R = plan.num_rows, W = number of top logprobs (0 unless asked for).
+    """What a step sampled. R = plan.num_rows, W = number of top logprobs (0 unless asked for). P = plan.num_steps, or
+    1 + the engine's most drafts for a row if any row has drafts.
 
     N tokens of `plan.prompt_scores` were scored; A of them, which come last, with the whole vocabulary.
     """

@@ -159,6 +159,9 @@ class Sequence:
     host_tables: list[list[int]] = field(default_factory=list)
     # of the first full blocks of `token_ids`, not always of all
     block_hashes: list[bytes] = field(default_factory=list)
+    # The first `num_in_history` of `token_ids` as an array with room for more, see `engine.drafts`.
+    history: np.ndarray | None = None
+    num_in_history: int = 0
     # How many blocks of each table are in the prefix cache, if caching is allowed.
     num_registered_blocks: int = 0
     # Parts of its KV were computed with different weights, so its blocks do not enter the prefix cache.

@@ -42,10 +42,12 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "device": ("auto",),
     },
     "give lora_request with each request": {"default_mm_loras": ()},
-    "every token is computed by the model itself": {
-        **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), ()),
+    'tokens can be guessed with speculative_config={"method": "ngram", "num_speculative_tokens": 4}': {
+        **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), ()),
         **dict.fromkeys(("speculative_model", "num_speculative_tokens"), ()),
         **dict.fromkeys(("ngram_prompt_lookup_max", "ngram_prompt_lookup_min"), ()),
+    },
+    "every token is computed by the model itself": {
         **dict.fromkeys(("diffusion_config", "engram_config"), ()),
     },
     'linear layers can be rounded with quantization="int8", the KV cache with kv_cache_dtype': {

@@ -45,8 +45,10 @@ def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
         sequence.num_in_flight -= num_steps
         request, sampled = sequence.request, token_ids[row]
         if request.beams is None:
-            if num_sampled[row] < num_steps:
+            if num_sampled[row] < len(sampled):
                 sampled = sampled[: num_sampled[row]]
+            if row in step.plan.drafts:
+                sequence.num_computed_tokens += len(sampled) - 1  # the right drafts
             sampled = append_tokens(sequence, sampled)
             if request.mask_source is not None:
                 sampled = _with_forced(sequence)
@@ -59,7 +61,8 @@ def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
             end = SequenceEnd(sequence.finish_reason, sequence.stop_reason)
             output.ends[len(output.rows)] = end
         else:
-            assert num_sampled[row] == num_steps, "only the device thinks it ended"
+            is_whole = num_sampled[row] == num_steps or row in step.plan.drafts
+            assert is_whole, "only the device thinks it ended"
             if request.beams is not None:
                 continue  # a beam search reports nothing before its end
         output.request_ids.append(request.request_id)

@@ -22,6 +22,7 @@ from jaxpage.engine import beam_scheduling, sequences
 from jaxpage.engine.adapter_slots import AdapterSlots
 from jaxpage.engine.collect import collect, collect_failed
 from jaxpage.engine.counters import Counters, count_first_scheduling
+from jaxpage.engine.drafts import PromptLookup
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.padding import NO_PADDING, Padding
 from jaxpage.engine.picture_cache import PictureCache
@@ -29,6 +30,7 @@ from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request, Sequence
+from jaxpage.speculation import SpeculativeConfig
 
 
 class DecodeSteps(NamedTuple):
@@ -58,8 +60,11 @@ class Scheduler:
         padding: Padding = NO_PADDING,
         num_adapters: int = 0,
         pictures: PictureCache | None = None,
+        speculative: SpeculativeConfig | None = None,
     ):
-        """Raises ValueError for limits below 1, or if there is no room for one prompt token and one output token."""
+        """`speculative`: rows that decode have drafts, so each step must be collected before another is planned.
+
+        Raises ValueError for limits below 1, or if there is no room for one prompt token and one output token."""
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len, decode_steps)
         sequences.check_limits(*limits, policy)
         self.kv, self.adapters, self.max_model_len = kv, AdapterSlots(num_adapters), max_model_len
@@ -67,6 +72,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps = DecodeSteps(decode_steps, decode_steps)
         self.samples_late, self.padding = samples_late, padding
+        self._lookup = PromptLookup(speculative) if speculative is not None else None
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
@@ -203,10 +209,11 @@ class Scheduler:
         budget, running, index = self.max_num_batched_tokens, self.running, 0
         num_preemptions = self.counters.num_preemptions
         while index < len(running):  # preemption shortens the list from its end
-            num_rows = step.add_decoding_rows(running, index, budget)
-            index, budget = index + num_rows, budget - num_rows
-            if index == len(running):
-                break
+            if self._lookup is None:
+                num_rows = step.add_decoding_rows(running, index, budget)
+                index, budget = index + num_rows, budget - num_rows
+                if index == len(running):
+                    break
             sequence, index = running[index], index + 1
             if sequence.waiting_for is not None and not step.resume(sequence):
                 continue
@@ -223,10 +230,31 @@ class Scheduler:
             end = start + count
             if end > sequence.writable_len and not self._make_room(step, sequence, end):
                 break  # it was preempted itself, so it was the last one
+            drafts = self._drafts(step, sequence, start, budget - count)
             if step.add_row(sequence, start, count, known):
                 self._fork(step, sequence)
-            budget -= count
+            if drafts:
+                step.add_drafts(drafts)
+            budget -= count + len(drafts)
         return budget if self.counters.num_preemptions == num_preemptions else 0
+
+    def _drafts(
+        self, step: ScheduledStep, sequence: Sequence, start: int, budget: int
+    ) -> list[int]:
+        """Guesses at what follows the last known token of a sequence that computes nothing else; the sequence has blocks
+        for them. Others may need a block each in this step, and none is preempted for a guess.
+        """
+        known = len(sequence.token_ids)
+        if self._lookup is None or start != known - 1:
+            return []
+        # The last token is sampled, and its KV is never needed.
+        drafts = self._lookup.drafts(sequence, min(budget, sequence.max_len - 1 - known))
+        end = known + len(drafts)
+        if end > sequence.writable_len and not self.kv.grow(
+            step.plan, sequence, end, reserve=len(self.running)
+        ):
+            return []
+        return drafts
 
     def _make_room(self, step: ScheduledStep, sequence: Sequence, end: int) -> bool:
         """Grow a running sequence, preempting others until it can. False if it was preempted itself."""

@@ -43,6 +43,10 @@ def sample_name(num_rows: int) -> str:
     return f"sample R={num_rows}"
 
 
+def verify_name(num_rows: int) -> str:
+    return f"verify R={num_rows}"
+
+
 def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
     """All buckets of a configuration, smallest first: rows of decode steps and tokens of other steps in powers of two.
 
@@ -78,10 +82,11 @@ class StepPrograms:
 
 def fitting_programs(buckets: Sequence[Bucket], plan: StepPlan) -> list[StepPrograms]:
     """Every choice of programs that fits the plan, smallest first."""
+    name = verify_name if plan.drafts else sample_name
     if plan.total_tokens == 0:  # all rows are late
-        return [StepPrograms(None, sample_name(buckets[-1].sample_rows(plan.num_rows)))]
+        return [StepPrograms(None, name(buckets[-1].sample_rows(plan.num_rows)))]
     return [
-        StepPrograms(b, None if b.decode else sample_name(b.sample_rows(plan.num_rows)))
+        StepPrograms(b, None if b.decode else name(b.sample_rows(plan.num_rows)))
         for b in fitting_buckets(buckets, plan)
     ]
 

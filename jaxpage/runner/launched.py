@@ -35,7 +35,7 @@ class Executed:
 class Launched:
     """A step in flight. `Runner.collect` turns it into a `StepResult`."""
 
-    num_steps: int
+    num_steps: int  # most tokens that a row may have sampled
     num_rows: int
     has_top_logprobs: bool
     result: Executed

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, Sharding
 from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.lora import slot_axis, write_slot
 from jaxpage.parallel.sharding import sharding
-from jaxpage.runner.buckets import Bucket, sample_name
+from jaxpage.runner.buckets import Bucket, sample_name, verify_name
 from jaxpage.runner.calls import (
     ADMIT,
     BLOCKS_PER_CALL,
@@ -124,7 +124,16 @@ class Lowerings:
         for bucket in buckets:
             self.programs[bucket.name] = partial(self._lower_step, bucket)
         for rows in _sample_sizes(buckets):
-            self.programs[sample_name(rows)] = partial(self._lower_sample, rows)
+            self.programs[sample_name(rows)] = partial(
+                self._lower_sample, self._step.sample, sample_name(rows)
+            )
+        verifiers = {
+            name: partial(self._lower_sample, self._step.verify, name)
+            for name in map(verify_name, _sample_sizes(buckets))
+            if step_spec.num_drafts
+        }
+        self.verifiers = tuple(verifiers)  # names of programs
+        self.programs |= verifiers
         picture_sizes = () if step_spec.pictures is None else step_spec.pictures.sizes
         encoders = {encode_name(n): partial(self._lower_encode, n) for n in picture_sizes}
         self.encoders = tuple(encoders)  # names of programs
@@ -190,10 +199,10 @@ class Lowerings:
             *self.embeds.get(bucket.name, ()),
         )
 
-    def _lower_sample(self, num_rows: int) -> jax.stages.Lowered:
-        layout = self.layouts[sample_name(num_rows)]
+    def _lower_sample(self, program: Callable, name: str) -> jax.stages.Lowered:
+        layout = self.layouts[name]
         results = self._out_shardings(self._state, None)
-        return jax.jit(partial(self._step.sample, layout), donate_argnums=1, **results).lower(
+        return jax.jit(partial(program, layout), donate_argnums=1, **results).lower(
             self._leaves, self._state, self._integers(layout.size)
         )
 
@@ -300,7 +309,8 @@ def num_bytes(tree: Any) -> int:
 def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
     """The uploads of each program, by its name."""
     sizes = {"block_size": spec.block_size, "decode_steps": spec.decode_steps}
-    groups = len(spec.groups.windows)
+    groups, drafts = len(spec.groups.windows), spec.num_drafts > 0
+    pictures, sample_sizes = spec.pictures, _sample_sizes(buckets)
     return {
         ADMIT: admission_layout(spec),
         SET_MASKS: masks_layout(spec.vocab_size),
@@ -308,10 +318,13 @@ def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
         SCORE: score_layout(spec.num_scored),
         VOCABULARY: vocabulary_layout(),
         **{
-            b.name: step_layout(b, num_groups=groups, pictures=spec.pictures, **sizes)
+            b.name: step_layout(
+                b, num_groups=groups, pictures=pictures, has_drafts=drafts, **sizes
+            )
             for b in buckets
         },
-        **{sample_name(rows): rows_layout(rows) for rows in _sample_sizes(buckets)},
+        **{sample_name(rows): rows_layout(rows) for rows in sample_sizes},
+        **{verify_name(rows): rows_layout(rows, has_drafts=True) for rows in sample_sizes},
     }
 
 

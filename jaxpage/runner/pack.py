@@ -1,8 +1,8 @@
 """Turns a plan into the calls that execute it. Pure functions of NumPy arrays, without a device.
 
 The calls of a plan, in order: block contents move between device, host and disk; adapters are loaded into their slots;
-sequences are admitted; forced tokens are appended; masks are set; pictures are encoded; then the step runs, either
-`decode`, or `forward` and `sample` with the scoring of prompts in between. Rows that an earlier step computed take part
+sequences are admitted; forced tokens and drafts are stored; masks are set; pictures are encoded; then the step runs,
+either `decode`, or `forward` and `sample` or `verify` with the scoring of prompts in between. Rows that an earlier step computed take part
 in `sample` only.
 """
 
@@ -50,6 +50,7 @@ def step_layout(
     decode_steps: int,
     num_groups: int = 1,
     pictures: PictureSpec | None = None,
+    has_drafts: bool = False,
 ) -> Layout:
     """What is uploaded for one step of a bucket.
 
@@ -61,7 +62,7 @@ def step_layout(
     num_updates = num_groups * (new_tokens // block_size + 2 * rows)
     return Layout(
         (
-            *rows_layout(rows).fields,
+            *rows_layout(rows, has_drafts=has_drafts).fields,
             Field("update_slots", (num_updates,)),  # padding: the null slot's entry 0
             Field("update_groups", (num_updates,)),
             Field("update_indices", (num_updates,)),
@@ -73,7 +74,7 @@ def step_layout(
     )
 
 
-def rows_layout(num_rows: int) -> Layout:
+def rows_layout(num_rows: int, *, has_drafts: bool = False) -> Layout:
     """What is uploaded to sample for a number of rows."""
     return Layout(
         (
@@ -83,6 +84,7 @@ def rows_layout(num_rows: int) -> Layout:
             Field("starts", (num_rows,)),
             Field("num_tokens", (num_rows,)),  # padding: 0
             Field("samples", (num_rows,)),  # 0 or 1
+            *([Field("num_drafts", (num_rows,))] if has_drafts else []),
         )
     )
 
@@ -132,7 +134,7 @@ def pack(
     for slot, arrays in plan.adapter_loads:
         calls.append(Call(LOAD_ADAPTER, (np.array(slot, np.int32), *arrays)))
     calls += [Call(ADMIT, (pack_admission(a, layouts[ADMIT]),)) for a in plan.admissions]
-    calls += [*_forced_tokens(plan, layouts), *_masks(plan, layouts)]
+    calls += [*_host_tokens(plan, layouts), *_masks(plan, layouts)]
     for picture, rows in plan.encodes:
         assert pictures is not None, "a picture for a model that takes none"
         calls.append(pack_encode(picture, rows, pictures))
@@ -154,6 +156,8 @@ def _pack_rows(plan: StepPlan, layout: Layout, num_rows: int) -> np.ndarray:
     layout.view(buffer, "num_steps")[()] = plan.num_steps
     for name in ("slots", "starts", "num_tokens", "samples"):
         layout.view(buffer, name)[:num_rows] = getattr(plan, name)[:num_rows]
+    for row, drafts in plan.drafts.items():
+        layout.view(buffer, "num_drafts")[row] = len(drafts)
     return buffer
 
 
@@ -189,11 +193,15 @@ def _embeds(plan: StepPlan, bucket: Bucket) -> tuple[np.ndarray, ...]:
     return words, where
 
 
-def _forced_tokens(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
-    calls = []
+def _host_tokens(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
+    """Calls that store forced tokens and drafts."""
+    calls, tokens = [], list(plan.forced_tokens)
+    for row, drafts in plan.drafts.items():
+        end = plan.starts[row] + plan.num_tokens[row]
+        tokens.append((plan.slots[row], end - len(drafts), drafts))
     where = [
         (slot, (start + offset, token_id))
-        for slot, start, token_ids in plan.forced_tokens
+        for slot, start, token_ids in tokens
         for offset, token_id in enumerate(token_ids)
     ]
     for slots, tokens in portions(where, TOKENS_PER_CALL):

@@ -95,10 +95,8 @@ class Runner:
         moving = [calls.READ, calls.WRITE] if self.host_memory is not None else []
         small = [calls.ADMIT, calls.SET_MASKS, calls.SET_TOKENS]
         small += [calls.LOAD_ADAPTER] if self._spec.num_adapters else []
-        encoders = self._lowerings.encoders
-        self.programs.start(
-            [*small, *first, *then, *encoders, *moving, calls.SCORE, calls.VOCABULARY]
-        )
+        then += [*self._lowerings.verifiers, *self._lowerings.encoders]
+        self.programs.start([*small, *first, *then, *moving, calls.SCORE, calls.VOCABULARY])
         self._allocate()
         self.programs.wait_for([[calls.ADMIT, *first]])
 
@@ -174,7 +172,7 @@ class Runner:
             raise
         assert result.sampled is not None, "a step ends with decode or sample"
         return Launched(
-            plan.num_steps,
+            1 + self._spec.num_drafts if plan.drafts else plan.num_steps,
             plan.num_rows,
             bool(plan.features & bits(TOP_LOGPROBS)) and self._spec.num_top_logprobs > 0,
             result,

@@ -89,6 +89,9 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
     state["finished"] = jnp.zeros(spec.num_slots, jnp.bool_).at[NULL_SLOT].set(True)
     # the last hidden state of the slot's sequence that `forward` computed, for `sample`
     state["hidden"] = jnp.zeros((spec.num_slots, spec.hidden_size), words_of(spec.dtype))
+    if spec.num_drafts:  # those of the last known token and the drafts after it, for `verify`
+        shape = (spec.num_slots, 1 + spec.num_drafts, spec.hidden_size)
+        state["draft_hidden"] = jnp.zeros(shape, words_of(spec.dtype))
     if spec.pictures is not None:  # see `runner.encoder`
         shape = (spec.pictures.num_rows, spec.pictures.vision.embedding_size)
         state["pictures"] = jnp.zeros(shape, words_of(spec.dtype))
@@ -110,16 +113,16 @@ def update_tables(state: RequestState, rows: dict[str, jax.Array]) -> RequestSta
 
 
 def keep_hidden(
-    state: RequestState, slots: jax.Array, last: jax.Array, *, on_gpu: bool
+    state: RequestState, slots: jax.Array, new: jax.Array, *, on_gpu: bool, field: str = "hidden"
 ) -> RequestState:
-    """The state with the hidden states `last` [R, E] of rows in their slots."""
-    words, hidden = lax.bitcast_convert_type(last, words_of(last.dtype)), state["hidden"]
+    """The state with the hidden states `new` [R, ..., E] of rows in their slots."""
+    words, hidden = lax.bitcast_convert_type(new, words_of(new.dtype)), state[field]
     if not on_gpu:
-        return state | {"hidden": hidden.at[slots].set(words)}
+        return state | {field: hidden.at[slots].set(words)}
     # Most rows may be padding, and on a GPU their writes to the null slot would wait for each other. Other platforms do
     # not mind.
     slots = distinct(slots, slots == NULL_SLOT, hidden.shape[0])
-    return state | {"hidden": hidden.at[slots].set(words, mode="drop", unique_indices=True)}
+    return state | {field: hidden.at[slots].set(words, mode="drop", unique_indices=True)}
 
 
 def make_admit(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:

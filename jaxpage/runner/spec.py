@@ -44,6 +44,7 @@ class StepSpec:
     hidden_size: int  # E
     dtype: DTypeLike  # of hidden states
     decode_steps: int  # most decode steps in one launch
+    num_drafts: int = 0  # most drafts of a row in a step
     num_top_logprobs: int  # W
     logprobs_mode: str
     num_scored: int  # prompt tokens that are scored at a time

@@ -45,6 +45,7 @@ from jaxpage.runner.step_result import (
     Computed,
     DeviceResult,
     empty_result,
+    nothing_captured,
     to_pieces,
     with_load,
 )
@@ -93,6 +94,10 @@ class Step:
         last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
         on_gpu = (self.pool_spec.platform or jax.default_backend()) == "gpu"
         state = keep_hidden(state, batch.slots, last, on_gpu=on_gpu)
+        if self.spec.num_drafts:
+            tokens = _last_known(batch, rows)[:, None] + jnp.arange(1 + self.spec.num_drafts)
+            checked = hidden[jnp.clip(tokens, 0, bucket.num_tokens - 1)]
+            state = keep_hidden(state, batch.slots, checked, on_gpu=on_gpu, field="draft_hidden")
         pieces = to_pieces(hidden, self.spec.num_scored)
         if captured is not None:
             pieces += to_pieces(captured, self.spec.num_scored)
@@ -137,6 +142,33 @@ class Step:
         result = DeviceResult(sampled=sampled, num_sampled=samples.astype(jnp.int32))
         return with_load(state, result)
 
+    def verify(
+        self, layout: Layout, leaves: list[jax.Array], state: RequestState, packed: jax.Array
+    ) -> tuple[RequestState, DeviceResult]:
+        """Like `sample`, and once more after each draft of a row that is what the row has sampled in its place."""
+        rows = layout.unpack(packed)
+        slots, num_drafts = rows["slots"], rows["num_drafts"]
+        kept = state["draft_hidden"][slots]
+
+        def more(carry):
+            index, _, goes_on, _ = carry
+            return (index <= self.spec.num_drafts) & goes_on.any()
+
+        def one_more(carry):
+            index, state, goes_on, result = carry
+            weights, index = lax.optimization_barrier((leaves, index))  # as in `decode`
+            hidden = lax.bitcast_convert_type(kept[:, index], self.spec.dtype)
+            now = rows | {"starts": rows["starts"] - num_drafts + index, "samples": goes_on}
+            drafts = state["token_ids"][slots, now["starts"] + rows["num_tokens"]]
+            state, sampled, samples = self._sample_rows(self._model(weights), hidden, state, now)
+            goes_on = samples & (index < num_drafts) & (sampled.token_ids == drafts)
+            return index + 1, state, goes_on, result.with_step(index, sampled, samples)
+
+        result = empty_result(1 + self.spec.num_drafts, slots.size, self.spec)
+        carry = (jnp.int32(0), state, rows["samples"] > 0, result)
+        _, state, _, result = lax.while_loop(more, one_more, carry)
+        return with_load(state, result)
+
     def decode(
         self,
         bucket: Bucket,
@@ -162,14 +194,12 @@ class Step:
             computed = self._hidden(bucket, weights, kv_pool, state, now)
             kv_pool, state, _, hidden, captured = computed
             state, sampled, samples = self._sample_rows(self._model(weights), hidden, state, now)
-            result = DeviceResult(
-                sampled=jax.tree.map(lambda x, new: x.at[index].set(new), result.sampled, sampled),
-                num_sampled=result.num_sampled + samples.astype(jnp.int32),
-                captured=captured,
-            )
+            result = replace(result.with_step(index, sampled, samples), captured=captured)
             return index + 1, kv_pool, state, result
 
-        carry = (jnp.int32(0), kv_pool, state, empty_result(bucket, self.spec))
+        result = empty_result(self.spec.decode_steps, bucket.num_rows, self.spec)
+        result = replace(result, captured=nothing_captured(bucket.num_rows, self.spec))
+        carry = (jnp.int32(0), kv_pool, state, result)
         _, kv_pool, state, result = lax.while_loop(more, one_more, carry)
         return kv_pool, *with_load(state, result)
 
@@ -350,6 +380,11 @@ def unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpec
         is_token=valid,
         last_keys=last_keys(spec.pictures, rows, positions, token_row),
     )
+
+
+def _last_known(batch: StepBatch, rows: Rows) -> jax.Array:
+    """int32[R]: where each row's last known token is among the packed ones; behind it come its drafts."""
+    return batch.query_starts[1:] - 1 - rows["num_drafts"]
 
 
 def _rotary_positions(

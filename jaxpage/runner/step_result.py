@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from jaxpage.batch import StepBatch
 from jaxpage.kv_pool import KVPool
-from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.slots import EXPERT_LOAD
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.fields import RequestState
@@ -25,13 +24,21 @@ from jaxpage.sampling.sampler import Sampled
 class DeviceResult:
     """A padded `plan.StepResult` on the device.
 
-    P decode steps (1 unless the program is `decode`), R rows, W top logprobs, J captured points.
+    P tokens of a row (1 unless the program is `decode` or `verify`), R rows, W top logprobs, J captured points.
     """
 
     sampled: Sampled  # every field with a leading axis P
     num_sampled: jax.Array  # int32[R]
     expert_load: jax.Array | None = None  # int32[layers with experts, X] of the launch
     captured: jax.Array | None = None  # [R, J, E] of the last step
+
+    def with_step(self, index: jax.Array, sampled: Sampled, samples: jax.Array) -> DeviceResult:
+        """The result with what rows sampled as their token `index`; bool[R] `samples` says which of them did."""
+        return replace(
+            self,
+            sampled=jax.tree.map(lambda x, new: x.at[index].set(new), self.sampled, sampled),
+            num_sampled=self.num_sampled + samples.astype(jnp.int32),
+        )
 
 
 class Computed(NamedTuple):
@@ -68,8 +75,9 @@ def with_load(state: RequestState, result: DeviceResult) -> tuple[RequestState, 
     return state | {EXPERT_LOAD: jnp.zeros_like(load)}, replace(result, expert_load=load)
 
 
-def empty_result(bucket: Bucket, spec: StepSpec) -> DeviceResult:
-    shape, top = (spec.decode_steps, bucket.num_rows), spec.num_top_logprobs
+def empty_result(num_tokens: int, num_rows: int, spec: StepSpec) -> DeviceResult:
+    """For so many tokens of each row."""
+    shape, top = (num_tokens, num_rows), spec.num_top_logprobs
     return DeviceResult(
         sampled=Sampled(
             token_ids=jnp.zeros(shape, jnp.int32),
@@ -78,13 +86,13 @@ def empty_result(bucket: Bucket, spec: StepSpec) -> DeviceResult:
             top_token_ids=jnp.zeros((*shape, top), jnp.int32),
             top_logprobs=jnp.zeros((*shape, top), jnp.float32),
         ),
-        num_sampled=jnp.zeros(bucket.num_rows, jnp.int32),
-        captured=_nothing_captured(bucket, spec),
+        num_sampled=jnp.zeros(num_rows, jnp.int32),
     )
 
 
-def _nothing_captured(bucket: Bucket, spec: StepSpec) -> jax.Array | None:
+def nothing_captured(num_rows: int, spec: StepSpec) -> jax.Array | None:
+    """What a decode step of so many rows captures, all zero; None if it captures nothing."""
     if spec.research is None or not spec.research.captures:
         return None
-    shape = (bucket.num_rows, len(spec.research.captures), spec.hidden_size)
+    shape = (num_rows, len(spec.research.captures), spec.hidden_size)
     return jnp.zeros(shape, spec.dtype)

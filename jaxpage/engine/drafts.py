@@ -1,0 +1,63 @@
+"""Guesses at the next tokens of a sequence, which a step checks.
+
+A step computes the drafts of a row after its last known token, and samples at each of these positions, as long as it
+samples what was drafted. So a sequence has the tokens that it would have without drafts, and right ones save steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxpage.request import Request, Sequence
+from jaxpage.speculation import SpeculativeConfig
+
+
+class PromptLookup:
+    """Drafts what followed the last tokens of a sequence where they occurred before."""
+
+    def __init__(self, config: SpeculativeConfig):
+        assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
+        self.num_tokens = config.num_speculative_tokens
+        self._shortest, self._longest = config.prompt_lookup_min, config.prompt_lookup_max
+
+    def drafts(self, sequence: Sequence, most: int) -> list[int]:
+        """Up to `most` tokens, and no more than `num_tokens`; none if its last tokens are new."""
+        most = min(most, self.num_tokens)
+        if most < 1 or not may_have_drafts(sequence.request):
+            return []
+        tokens = _history(sequence)
+        # Where occurrences of the last `length` tokens end, the last tokens themselves left out.
+        ends, found = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1, None
+        for length in range(1, self._longest + 1):
+            if length > 1:
+                ends = ends[ends >= length]
+                ends = ends[tokens[ends - length] == tokens[-length]]
+            if not ends.size:
+                break
+            if length >= self._shortest:
+                found = ends
+        if found is None:
+            return []
+        # The latest is most like what comes now, but has few tokens after it where the text repeats itself.
+        whole = found[found <= len(tokens) - most]
+        first = whole[-1] if whole.size else found[0]
+        return tokens[first : first + most].tolist()
+
+
+def may_have_drafts(request: Request) -> bool:
+    """Whether rows of a request may sample several tokens in a step without a word from the host."""
+    others = (request.beams, request.mask_source, request.captures)
+    return not request.wants_vocabulary and all(x is None for x in others)
+
+
+def _history(sequence: Sequence) -> np.ndarray:
+    """int32[n]: the tokens of a sequence. Kept between steps, because converting a long list takes long."""
+    known, length = sequence.history, len(sequence.token_ids)
+    if known is None or len(known) < length:
+        new = np.empty(2 * length, np.int32)
+        new[:length] = sequence.token_ids
+        sequence.history, sequence.num_in_history = new, length
+        return new[:length]
+    known[sequence.num_in_history : length] = sequence.token_ids[sequence.num_in_history :]
+    sequence.num_in_history = length
+    return known[:length]

@@ -1,0 +1,70 @@
+"""The option `speculative_config`: tokens are guessed, and the model checks several guesses in one step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_LONGEST_LOOKUP = 5  # vLLM's default
+_MOST_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """The fields are vLLM's. Raises ValueError for invalid values.
+
+    Method "ngram" is prompt lookup: where the last tokens of a sequence occur earlier in it, the tokens that followed
+    them there are the guess (https://github.com/apoorvumang/prompt-lookup-decoding). It takes the longest occurrence of
+    `prompt_lookup_min` to `prompt_lookup_max` tokens. If one of the two is not given it is the other, or 5.
+    """
+
+    num_speculative_tokens: int  # most tokens that are guessed in a step
+    method: str = "ngram"
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method != "ngram":
+            raise ValueError(
+                f'method of speculative_config must be "ngram" (prompt lookup), got {self.method!r}; '
+                "draft models are not supported"
+            )
+        _check_count("num_speculative_tokens", self.num_speculative_tokens)
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        shortest = shortest if shortest is not None else longest
+        shortest = shortest if shortest is not None else _LONGEST_LOOKUP
+        longest = longest if longest is not None else shortest
+        _check_count("prompt_lookup_min", shortest)
+        _check_count("prompt_lookup_max", longest)
+        if shortest > longest:
+            raise ValueError(
+                f"prompt_lookup_min={shortest} of speculative_config exceeds prompt_lookup_max={longest}"
+            )
+        object.__setattr__(self, "prompt_lookup_min", shortest)
+        object.__setattr__(self, "prompt_lookup_max", longest)
+
+
+def to_speculative_config(value: Any) -> SpeculativeConfig | None:
+    """The config, from itself or a dict of its fields; None stays None. Raises ValueError."""
+    if value is None or isinstance(value, SpeculativeConfig):
+        return value
+    names = {f.name for f in dataclasses.fields(SpeculativeConfig)}
+    if not isinstance(value, Mapping) or "num_speculative_tokens" not in value:
+        raise ValueError(
+            "speculative_config must be a SpeculativeConfig, or a dict with num_speculative_tokens such as "
+            f'{{"method": "ngram", "num_speculative_tokens": 4}}, got {value!r}'
+        )
+    if unknown := sorted(set(value) - names):
+        raise ValueError(
+            f"speculative_config has no field {unknown[0]!r}; it has {', '.join(sorted(names))}"
+        )
+    return SpeculativeConfig(**value)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_TOKENS:
+        raise ValueError(
+            f"{name} of speculative_config must be an int in 1..{_MOST_TOKENS}, got {value!r}"
+        )
