@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.engine.beams import Beams
+from jaxpage.engine.drafts import may_have_drafts
 from jaxpage.engine.engine import Engine
 from jaxpage.lora.request import Adapter, LoRARequest
 from jaxpage.pictures.border import Expanded, Picture
@@ -103,6 +104,24 @@ class FakeDetokenizer:
 
     def decode_token(self, token_id: int, before: Sequence[int] = ()) -> str:
         return chr(ord("a") + token_id % 26)
+
+
+class FakeDrafts:
+    """Guesses what the next tokens will be: mostly right, sometimes wrong from some token on."""
+
+    def __init__(self, num_tokens: int, max_model_len: int):
+        self.num_tokens, self.max_model_len = num_tokens, max_model_len
+        self.num_right = 0
+
+    def drafts(self, sequence: Sequence, most: int) -> list[int]:
+        if most < 1 or not may_have_drafts(sequence.request):
+            return []
+        wanted, _, _ = expected_output(sequence.request, sequence.index, self.max_model_len)
+        first = sequence.num_output_tokens
+        drafts = wanted[first : first + min(most, self.num_tokens)]
+        wrong = hash((first, *drafts)) % 5  # which one, if there are so many
+        self.num_right += wrong > 0 and bool(drafts)
+        return [(t + (i >= wrong)) % VOCAB_SIZE for i, t in enumerate(drafts)]
 
 
 _PATIENCE = 40
@@ -521,6 +540,10 @@ class FakeRunner:
         decodes = all(count == 1 for count in plan.num_tokens) and all(plan.samples)
         plain = not (plan.admissions or plan.masks or plan.input_embeds or plan.picture_tokens)
         assert plan.num_steps == 1 or (decodes and plain)
+        for row, drafts in plan.drafts.items():
+            assert drafts and plan.num_tokens[row] == 1 + len(drafts) and plan.samples[row]
+            assert plan.num_steps == 1 and row < first_late and row not in plan.masks
+            assert not self._under_way, "drafts follow from tokens that the host knows"
 
     def _encode(self, plan: StepPlan) -> None:
         for picture, rows in plan.encodes:
@@ -554,7 +577,7 @@ class FakeRunner:
             slot = self._slots[slot_id]
             fields, adapter_slot = slot.admission.fields, slot.admission.adapter_slot
             assert self._adapters.get(adapter_slot, 0) == slot.adapter, "another adapter is there"
-            assert plan.num_steps == 1 or not fields["is_beam"]
+            assert (plan.num_steps == 1 and row not in plan.drafts) or not fields["is_beam"]
             assert (row in plan.masks) == (fields["is_masked"] and plan.samples[row])
             start, wanted = plan.starts[row], fields["embeds"]
             if wanted is None or start >= len(wanted) or not plan.num_tokens[row]:
@@ -607,6 +630,9 @@ class FakeRunner:
             assert slot_id in plan.slots and start == len(slot.history) and token_ids
             for token_id in token_ids:
                 slot.append(token_id, token_id)
+        for row, drafts in plan.drafts.items():
+            for token_id in drafts:  # until the row samples
+                self._slots[plan.slots[row]].append(token_id, token_id)
         admitted = {admission.slot for admission in plan.admissions}
         assert len(admitted) == len(plan.admissions)
         updated = [update[:3] for update in plan.table_updates]
@@ -629,13 +655,14 @@ class FakeRunner:
 
     def _run(self, plan: StepPlan) -> StepResult:
         steps, rows = plan.num_steps, plan.num_rows
+        shape = (max([steps, *(1 + len(drafts) for drafts in plan.drafts.values())]), rows)
         result = StepResult(
-            token_ids=np.zeros((steps, rows), np.int32),
+            token_ids=np.zeros(shape, np.int32),
             num_sampled=np.zeros(rows, np.int32),
-            logprobs=np.zeros((steps, rows), np.float32),
-            ranks=np.zeros((steps, rows), np.int32),
-            top_token_ids=np.zeros((steps, rows, self.num_top_logprobs), np.int32),
-            top_logprobs=np.zeros((steps, rows, self.num_top_logprobs), np.float32),
+            logprobs=np.zeros(shape, np.float32),
+            ranks=np.zeros(shape, np.int32),
+            top_token_ids=np.zeros((*shape, self.num_top_logprobs), np.int32),
+            top_logprobs=np.zeros((*shape, self.num_top_logprobs), np.float32),
         )
         for step in range(steps):
             live = [row for row in range(rows) if not self._slots[plan.slots[row]].finished]
@@ -644,9 +671,23 @@ class FakeRunner:
                 if row < rows - plan.num_late_rows:
                     self._read(plan, row, step)
             for row in live:
-                if plan.samples[row]:
-                    self._sample(plan, row, step, result)
+                if row in plan.drafts:
+                    self._verify(plan, row, plan.drafts[row], result)
+                elif plan.samples[row]:
+                    end = plan.starts[row] + step + plan.num_tokens[row]
+                    self._sample(plan, row, step, result, end)
         return result
+
+    def _verify(self, plan: StepPlan, row: int, drafts: list[int], result: StepResult) -> None:
+        slot = self._slots[plan.slots[row]]
+        known = plan.starts[row] + 1
+        assert slot.history[known:] == drafts
+        del slot.history[known:], slot.digests[known:]
+        for index, draft in enumerate([*drafts, None]):
+            slot.hidden = -1 if self._broken else slot.digests[-1]
+            self._sample(plan, row, index, result, known + index)
+            if slot.finished or slot.history[-1] != draft:
+                break
 
     def _write(self, plan: StepPlan, live: list[int], step: int) -> None:
         written: set[tuple[int, int]] = set()
@@ -685,11 +726,11 @@ class FakeRunner:
         else:
             slot.hidden = -1 if self._broken else slot.digests[end - 1]
 
-    def _sample(self, plan: StepPlan, row: int, step: int, result: StepResult) -> None:
+    def _sample(self, plan: StepPlan, row: int, step: int, result: StepResult, end: int) -> None:
         slot = self._slots[plan.slots[row]]
         admission, fields = slot.admission, slot.admission.fields
         assert slot.hidden == slot.digests[-1] or self._broken, "sampled from an old hidden state"
-        assert plan.starts[row] + step + plan.num_tokens[row] == len(slot.history)
+        assert end == len(slot.history)
         stop_ids = frozenset(fields["stop_token_ids"])
         banned = stop_ids if len(slot.history) < fields["min_len"] else frozenset()
         if row in plan.masks:

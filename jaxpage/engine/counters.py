@@ -37,6 +37,9 @@ class Counters:
     num_unused_slot_steps: int = 0  # likewise
     num_weight_changes: int = 0  # how often parameters were replaced
     num_nan_steps: int = 0  # in which the model computed NaN for a row that sampled
+    num_drafts: int = 0  # rows with drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts that were right
     # tokens routed to each expert of each layer that has experts, int64[L, X]; empty if not counted
     expert_load: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
@@ -51,9 +54,12 @@ class Counters:
         self.num_allocated_slot_steps += self.num_allocated_slots
         self.num_unused_slot_steps += self.num_unused_slots
 
-    def count_result(self, result: StepResult, num_tokens: int) -> None:
+    def count_result(self, plan: StepPlan, result: StepResult, num_tokens: int) -> None:
         """Count the result of a step, from which sequences gained `num_tokens`."""
         self.generation_tokens += num_tokens
+        self.num_drafts += len(plan.drafts)
+        self.num_draft_tokens += sum(map(len, plan.drafts.values()))
+        self.num_accepted_tokens += sum(int(result.num_sampled[row]) - 1 for row in plan.drafts)
         if result.expert_load.size:
             before = self.expert_load if self.expert_load.size else 0
             self.expert_load = before + result.expert_load.astype(np.int64)

@@ -72,7 +72,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps = DecodeSteps(decode_steps, decode_steps)
         self.samples_late, self.padding = samples_late, padding
-        self._lookup = PromptLookup(speculative) if speculative is not None else None
+        self.lookup = PromptLookup(speculative) if speculative is not None else None
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
@@ -132,7 +132,7 @@ class Scheduler:
     def update(self, step: ScheduledStep, result: StepResult) -> StepOutput:
         """Append the sampled tokens of a step. Returns what each sequence gained, and which of them ended."""
         collected = collect(self.kv, step, result)
-        self.counters.count_result(result, collected.num_tokens)
+        self.counters.count_result(step.plan, result, collected.num_tokens)
         if collected.ended:
             self._remove(collected.ended)
         return collected.output
@@ -209,7 +209,7 @@ class Scheduler:
         budget, running, index = self.max_num_batched_tokens, self.running, 0
         num_preemptions = self.counters.num_preemptions
         while index < len(running):  # preemption shortens the list from its end
-            if self._lookup is None:
+            if self.lookup is None:
                 num_rows = step.add_decoding_rows(running, index, budget)
                 index, budget = index + num_rows, budget - num_rows
                 if index == len(running):
@@ -241,14 +241,14 @@ class Scheduler:
     def _drafts(
         self, step: ScheduledStep, sequence: Sequence, start: int, budget: int
     ) -> list[int]:
-        """Guesses at what follows the last known token of a sequence that computes nothing else; the sequence has blocks
-        for them. Others may need a block each in this step, and none is preempted for a guess.
+        """Guesses at the next tokens of a sequence that decodes, which has blocks for them. Others may need a block each
+        in this step, and none is preempted for a guess.
         """
         known = len(sequence.token_ids)
-        if self._lookup is None or start != known - 1:
+        if self.lookup is None or start != known - 1 or not sequence.num_output_tokens:
             return []
         # The last token is sampled, and its KV is never needed.
-        drafts = self._lookup.drafts(sequence, min(budget, sequence.max_len - 1 - known))
+        drafts = self.lookup.drafts(sequence, min(budget, sequence.max_len - 1 - known))
         end = known + len(drafts)
         if end > sequence.writable_len and not self.kv.grow(
             step.plan, sequence, end, reserve=len(self.running)

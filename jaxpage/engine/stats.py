@@ -39,6 +39,10 @@ class EngineStats:
     num_disk_hit_blocks: int  # of those, read from `kv_offload_dir`
     num_blocks_swapped_out: int  # to host memory, evicted ones included
     num_blocks_swapped_in: int  # back from there
+    # With `speculative_config`: rows with drafts, tokens of these, and how many of them were right.
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_weight_changes: int = 0  # how often parameters were replaced
     num_encoded_pictures: int = 0  # videos included; one encoded twice counts twice
     # With `record_expert_load`, for each layer that has experts: how many tokens were routed to each of them.

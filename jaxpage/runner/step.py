@@ -95,7 +95,8 @@ class Step:
         on_gpu = (self.pool_spec.platform or jax.default_backend()) == "gpu"
         state = keep_hidden(state, batch.slots, last, on_gpu=on_gpu)
         if self.spec.num_drafts:
-            tokens = _last_known(batch, rows)[:, None] + jnp.arange(1 + self.spec.num_drafts)
+            offsets = jnp.arange(1 + self.spec.num_drafts, dtype=jnp.int32)
+            tokens = _last_known(batch, rows)[:, None] + offsets[None]
             checked = hidden[jnp.clip(tokens, 0, bucket.num_tokens - 1)]
             state = keep_hidden(state, batch.slots, checked, on_gpu=on_gpu, field="draft_hidden")
         pieces = to_pieces(hidden, self.spec.num_scored)
@@ -152,7 +153,7 @@ class Step:
 
         def more(carry):
             index, _, goes_on, _ = carry
-            return (index <= self.spec.num_drafts) & goes_on.any()
+            return (index <= self.spec.num_drafts) & (goes_on > 0).any()
 
         def one_more(carry):
             index, state, goes_on, result = carry
@@ -162,10 +163,11 @@ class Step:
             drafts = state["token_ids"][slots, now["starts"] + rows["num_tokens"]]
             state, sampled, samples = self._sample_rows(self._model(weights), hidden, state, now)
             goes_on = samples & (index < num_drafts) & (sampled.token_ids == drafts)
+            goes_on = goes_on.astype(jnp.int32)
             return index + 1, state, goes_on, result.with_step(index, sampled, samples)
 
         result = empty_result(1 + self.spec.num_drafts, slots.size, self.spec)
-        carry = (jnp.int32(0), state, rows["samples"] > 0, result)
+        carry = (jnp.int32(0), state, rows["samples"], result)
         _, state, _, result = lax.while_loop(more, one_more, carry)
         return with_load(state, result)
 

@@ -51,6 +51,15 @@ _COUNTERS: dict[str, tuple[Read, str]] = {
         "Tokens of prompts that were found in the prefix cache.",
     ),
     "vllm:generation_tokens": (lambda s: s.generation_tokens, "Tokens generated."),
+    "vllm:spec_decode_num_drafts": (
+        lambda s: s.num_drafts,
+        "Rows of steps in which the next tokens were guessed.",
+    ),
+    "vllm:spec_decode_num_draft_tokens": (lambda s: s.num_draft_tokens, "Tokens guessed."),
+    "vllm:spec_decode_num_accepted_tokens": (
+        lambda s: s.num_accepted_tokens,
+        "Tokens guessed rightly.",
+    ),
     "jaxpage:recompiles": (
         lambda s: s.num_recompiles,
         "Compilations on behalf of steps after warm-up; above 0 something is wrong.",

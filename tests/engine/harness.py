@@ -14,7 +14,7 @@ from jaxpage.output_processor import OutputProcessor
 from jaxpage.outputs import RequestOutput
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.request import FinishReason, Request, Sequence
-from tests.fakes import FakeDetokenizer, FakeRunner, FakeStore, expected_output
+from tests.fakes import FakeDetokenizer, FakeDrafts, FakeRunner, FakeStore, expected_output
 
 
 class WatchedEngine(Engine):
@@ -102,6 +102,7 @@ def make_engine(
     sends_plans: bool = False,
     picture_rows: int = 0,
     whole_pictures: bool = False,
+    num_drafts: int = 0,
     kind: type[Engine] = TextEngine,
     **options,
 ) -> Any:
@@ -120,6 +121,8 @@ def make_engine(
     budget = options["max_num_batched_tokens"]
     pictures = PictureCache(picture_rows + 1, budget=budget, whole=whole_pictures)
     scheduler = Scheduler(kv, pictures=pictures, **options)
+    if num_drafts:
+        scheduler.lookup = FakeDrafts(num_drafts, options["max_model_len"])
     runner = FakeRunner(
         num_blocks,
         block_size,

@@ -80,6 +80,7 @@ WINDOWS = [(None,), (None,), (1,), (5,), (4, None), (7, 7, None), (3, 9), (16, N
 
 @st.composite
 def engines(draw):
+    num_drafts = draw(st.sampled_from([0, 0, 1, 4]))
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
     windows = draw(st.sampled_from(WINDOWS))
     max_tokens = draw(st.sampled_from([1, 2, 7, 64, 1000]))
@@ -93,9 +94,10 @@ def engines(draw):
         "max_num_batched_tokens": max_tokens,
         "enable_prefix_caching": draw(st.booleans()),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
-        "decode_steps": draw(st.sampled_from([1, 1, 2, 5, 8])),
+        "num_drafts": num_drafts,
+        "decode_steps": 1 if num_drafts else draw(st.sampled_from([1, 1, 2, 5, 8])),
         "padding": draw(st.sampled_from([NO_PADDING, Padding((1, 2, 4, 8, 16, 32, 64), 1)])),
-        "overlap": draw(st.booleans()),
+        "overlap": draw(st.just(False) if num_drafts else st.booleans()),
         "num_host_blocks": draw(st.sampled_from([0, 1, 3, 10, 100])),
         "preemption_mode": draw(st.sampled_from([None, "swap", "recompute"])),
         "store": draw(st.one_of(st.none(), st.builds(FakeStore))),

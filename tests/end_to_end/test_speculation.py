@@ -1,0 +1,59 @@
+"""With drafts a request has the tokens that it has without, in fewer steps."""
+
+import numpy as np
+import pytest
+
+from jaxpage import SamplingParams
+from tests import checkpoints
+from tests.checkpoints import VOCAB_SIZE, answers, assert_same_answers, make_llm
+
+LOOKUP = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+
+
+def requests() -> tuple[list[dict], list[SamplingParams]]:
+    """Prompts that repeat themselves, and each kind of parameter that looks at earlier tokens."""
+    rng = np.random.default_rng(0)
+    kinds = [
+        {},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.1},
+        {"temperature": 0.6, "seed": 1, "n": 2},
+        {"temperature": 1.0, "seed": 2, "top_k": 3, "min_p": 0.01},
+        {"min_tokens": 20, "stop_token_ids": [*range(0, VOCAB_SIZE, 2)]},
+        {"allowed_token_ids": [*range(3, 12)]},
+        {"max_tokens": 2},
+        {"max_tokens": None},
+    ]
+    prompts, params = [], []
+    for i, kind in enumerate(kinds):
+        words = rng.integers(3, VOCAB_SIZE, 2 + i).tolist()
+        prompts.append({"prompt_token_ids": (words * 20)[: 12 + 3 * i]})
+        options = {"temperature": 0, "max_tokens": 40, "logprobs": 1} | kind
+        params.append(SamplingParams(ignore_eos=True, **options))
+    return prompts, params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param("qwen2", {}, id="plain"),
+        pytest.param("qwen2", {"num_gpu_blocks_override": 24}, id="preempted"),
+        pytest.param("gemma3", {"enable_prefix_caching": False}, id="windows"),
+        pytest.param("qwen2", {"kv_cache_dtype": "int8"}, id="int8 pool", marks=pytest.mark.deep),
+        pytest.param("qwen2", {"tensor_parallel_size": 2}, id="two devices"),
+    ],
+)
+def test_tokens_are_those_without_drafts(family, options, tmp_path):
+    path = checkpoints.build(family, 0, tmp_path)
+    prompts, params = requests()
+    expected = answers(make_llm(path, **options), prompts, params)
+    llm = make_llm(path, speculative_config=LOOKUP, **options)
+    assert_same_answers(answers(llm, prompts, params), expected, atol=2e-4)
+    stats = llm.stats()
+    assert 20 < stats.num_accepted_tokens < stats.num_draft_tokens and not stats.num_blocks_used
+    assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
