@@ -439,7 +439,9 @@ class ResolvedConfig(EngineConfig, CheckpointValues):
     def num_drafts(self) -> int:
         """The most tokens of a sequence that are guessed in one step."""
         speculative = self.speculative_config
-        return speculative.num_speculative_tokens if isinstance(speculative, SpeculativeConfig) else 0
+        return (
+            speculative.num_speculative_tokens if isinstance(speculative, SpeculativeConfig) else 0
+        )
 
     def describe(self) -> str:
         """One line per option, for the debug log."""

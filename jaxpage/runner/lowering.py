@@ -65,14 +65,14 @@ from jaxpage.sampling.fields import RequestState
 # Programs that change the request state alone.
 _STATE_CHANGES = {ADMIT: make_admit, SET_MASKS: make_set_masks, SET_TOKENS: make_set_tokens}
 
-# XLA options by platform. TPU: weights are stored in tiles of (8, 128). From TPU7x on, XLA would carry 16-bit arrays
+# XLA options by platform, of programs with a loop over tokens. TPU: weights are stored in tiles of (8, 128). From TPU7x on, XLA would carry 16-bit arrays
 # through a loop in tiles of (16, 128), so that each launch of decode steps would begin with a copy of all weights,
 # although its matmuls use tiles of (8, 128). Programs for older TPUs are the same with and without this option.
 # GPU: XLA's defaults, which include conditionals, and loops, whatever XLA_FLAGS says. So the loop over decode steps is
 # one CUDA graph. Otherwise the host reads its condition before each step and launches the kernels of each layer in
 # turn: 0.7 ms of a step of 3.4 ms (3B, H200).
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-_DECODE_OPTIONS = {
+_LOOP_OPTIONS = {
     "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
     "gpu": {"xla_gpu_enable_command_buffer": _GRAPHS},
 }
@@ -124,12 +124,10 @@ class Lowerings:
         for bucket in buckets:
             self.programs[bucket.name] = partial(self._lower_step, bucket)
         for rows in _sample_sizes(buckets):
-            self.programs[sample_name(rows)] = partial(
-                self._lower_sample, self._step.sample, sample_name(rows)
-            )
+            self.programs[sample_name(rows)] = partial(self._lower_sample, rows)
         verifiers = {
-            name: partial(self._lower_sample, self._step.verify, name)
-            for name in map(verify_name, _sample_sizes(buckets))
+            verify_name(rows): partial(self._lower_verify, rows)
+            for rows in _sample_sizes(buckets)
             if step_spec.num_drafts
         }
         self.verifiers = tuple(verifiers)  # names of programs
@@ -188,7 +186,7 @@ class Lowerings:
         layout = self.layouts[bucket.name]
         step, options = self._step.forward, None
         if bucket.decode:
-            step, options = self._step.decode, _DECODE_OPTIONS.get(self._platform)
+            step, options = self._step.decode, _LOOP_OPTIONS.get(self._platform)
         program = partial(step, bucket, layout)
         results = self._out_shardings(self._pool, self._state, None)
         return jax.jit(program, donate_argnums=(1, 2), compiler_options=options, **results).lower(
@@ -199,10 +197,19 @@ class Lowerings:
             *self.embeds.get(bucket.name, ()),
         )
 
-    def _lower_sample(self, program: Callable, name: str) -> jax.stages.Lowered:
-        layout = self.layouts[name]
+    def _lower_sample(self, num_rows: int) -> jax.stages.Lowered:
+        layout = self.layouts[sample_name(num_rows)]
         results = self._out_shardings(self._state, None)
-        return jax.jit(partial(program, layout), donate_argnums=1, **results).lower(
+        return jax.jit(partial(self._step.sample, layout), donate_argnums=1, **results).lower(
+            self._leaves, self._state, self._integers(layout.size)
+        )
+
+    def _lower_verify(self, num_rows: int) -> jax.stages.Lowered:
+        layout = self.layouts[verify_name(num_rows)]
+        options = _LOOP_OPTIONS.get(self._platform)
+        results = self._out_shardings(self._state, None)
+        program = partial(self._step.verify, layout)
+        return jax.jit(program, donate_argnums=1, compiler_options=options, **results).lower(
             self._leaves, self._state, self._integers(layout.size)
         )
 
@@ -294,7 +301,7 @@ class Lowerings:
         """
         layout = self.layouts[bucket.name]
         layers = partial(self._step.forward, bucket, layout)
-        options = _DECODE_OPTIONS.get(self._platform)
+        options = _LOOP_OPTIONS.get(self._platform)
         return jax.jit(layers, donate_argnums=(1, 2), compiler_options=options).lower(
             self._leaves, self._pool, self._state, self._integers(layout.size)
         )
@@ -318,9 +325,7 @@ def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
         SCORE: score_layout(spec.num_scored),
         VOCABULARY: vocabulary_layout(),
         **{
-            b.name: step_layout(
-                b, num_groups=groups, pictures=pictures, has_drafts=drafts, **sizes
-            )
+            b.name: step_layout(b, num_groups=groups, pictures=pictures, has_drafts=drafts, **sizes)
             for b in buckets
         },
         **{sample_name(rows): rows_layout(rows) for rows in sample_sizes},

@@ -107,8 +107,8 @@ def programs(target: str, *models: str) -> Iterator[Program]:
             job = jobs[model][is_whole]
             yield Program(
                 name=name,
-                lower=partial(_lower, job, name),
-                look=partial(_look, job, model, name),
+                lower=partial(lower, job, name),
+                look=partial(look, job, model, name),
             )
 
 
@@ -129,12 +129,12 @@ def _jobs(place: Place, model: str, folder: Path) -> dict[bool, CompileJob]:
     return {True: whole, False: make_job(options | few, *where)}
 
 
-def _lower(job: CompileJob, name: str) -> jax.stages.Lowered:
+def lower(job: CompileJob, name: str) -> jax.stages.Lowered:
     with job.spec.on_target():
         return job.lowerings.programs[name]()
 
 
-def _look(
+def look(
     job: CompileJob, model: str, name: str, compiled: jax.stages.Compiled, log: str
 ) -> dict[str, Any]:
     spec = job.spec

@@ -16,6 +16,7 @@ NAMES = (
     "steps",
     "meshes",
     "experts",
+    "drafts",
     "quant_matmul",
     "paged_attention_tpu",
     "paged_attention_gpu",
