@@ -206,14 +206,7 @@ class EngineConfig:
                 object.__setattr__(self, name, None)
         object.__setattr__(self, "allowed_media_domains", tuple(self.allowed_media_domains))
         object.__setattr__(self, "logits_processors", check_processors(self.logits_processors))
-        reasoning = to_reasoning_config(self.reasoning_config)
-        if self.structured_outputs_config is not None:
-            structured = to_structured_outputs_config(self.structured_outputs_config)
-            kept = None if structured == StructuredOutputsConfig() else structured
-            object.__setattr__(self, "structured_outputs_config", kept)
-            if structured.reasoning_parser and not (reasoning and reasoning.reasoning_parser):
-                reasoning = with_parser(reasoning, structured.reasoning_parser)
-        object.__setattr__(self, "reasoning_config", reasoning)
+        self._convert_parts()
         if not isinstance(self.model, str):
             raise ValueError(_NO_MODEL.format(self.model))
         for name, choices in _CHOICES.items():
@@ -232,9 +225,6 @@ class EngineConfig:
             raise ValueError(f"swap_space must be a number of GiB, got {self.swap_space!r}")
         self._check_combinations()
         self._check_hosts()
-        object.__setattr__(self, "research", to_research_config(self.research))
-        speculative = to_speculative_config(self.speculative_config)
-        object.__setattr__(self, "speculative_config", speculative)
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an int, got {self.seed!r}")
         if self.max_model_len not in (None, "auto", -1):
@@ -256,6 +246,20 @@ class EngineConfig:
             raise ValueError(f"hf_overrides must be a dict or callable, got {self.hf_overrides!r}")
         if not isinstance(given := self.override_generation_config, dict | None):
             raise ValueError(f"override_generation_config must be a dict, got {given!r}")
+
+    def _convert_parts(self) -> None:
+        """Turn dicts into the configs that they stand for."""
+        reasoning = to_reasoning_config(self.reasoning_config)
+        if self.structured_outputs_config is not None:
+            structured = to_structured_outputs_config(self.structured_outputs_config)
+            kept = None if structured == StructuredOutputsConfig() else structured
+            object.__setattr__(self, "structured_outputs_config", kept)
+            if structured.reasoning_parser and not (reasoning and reasoning.reasoning_parser):
+                reasoning = with_parser(reasoning, structured.reasoning_parser)
+        object.__setattr__(self, "reasoning_config", reasoning)
+        speculative = to_speculative_config(self.speculative_config)
+        object.__setattr__(self, "speculative_config", speculative)
+        object.__setattr__(self, "research", to_research_config(self.research))
 
     def _check_hosts(self) -> None:
         address, port = (self.dist_init_addr or "host:1").rpartition(":")[::2]

@@ -27,6 +27,7 @@ from jaxpage.config import (
     EngineConfig,
     ReasoningConfig,
 )
+from jaxpage.speculation import SpeculativeConfig
 
 GIB = 2**30
 
@@ -194,6 +195,18 @@ def test_a_quant_policy_that_is_none_is_refused():
         {"quantization": "awq"},
         {"logprobs_mode": "logits"},
         {"structured_outputs_config": {"max_nesting": 0}},
+        {"speculative_config": {"method": "ngram"}},
+        {"speculative_config": {"method": "eagle", "num_speculative_tokens": 4}},
+        {"speculative_config": {"model": "draft", "num_speculative_tokens": 4}},
+        {"speculative_config": {"num_speculative_tokens": 0}},
+        {"speculative_config": {"num_speculative_tokens": 4, "prompt_lookup_max": 0}},
+        {
+            "speculative_config": {
+                "num_speculative_tokens": 4,
+                "prompt_lookup_min": 3,
+                "prompt_lookup_max": 2,
+            }
+        },
         {"logits_processors": ["a.b"]},
         {"max_logprobs": -2},
         {"kv_cache_memory_bytes": "2X"},
@@ -214,6 +227,18 @@ def test_bad_values_are_refused_by_name(options):
         EngineConfig(model="m", **options)
 
 
+def test_drafts_follow_from_all_tokens_so_far():
+    given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    config = resolve(speculative_config=given)
+    assert config.speculative_config == SpeculativeConfig(
+        num_speculative_tokens=4, prompt_lookup_min=3, prompt_lookup_max=3
+    )
+    assert (config.num_drafts, config.decode_steps, config.async_scheduling) == (4, 1, False)
+    assert resolve().num_drafts == 0 and resolve().async_scheduling
+    default = SpeculativeConfig(num_speculative_tokens=1)
+    assert (default.prompt_lookup_min, default.prompt_lookup_max) == (5, 5)
+
+
 def test_nothing_is_left_to_interpret():
     config = resolve(kv_cache_memory_bytes="2G", logprobs_mode="processed_logprobs")
     assert config.kv_cache_memory_bytes == 2 * GIB
@@ -224,7 +249,7 @@ def test_nothing_is_left_to_interpret():
     unset |= {"preemption_mode", "kv_offload_dir", "revision", "tokenizer_revision", "download_dir"}
     unset |= {"hf_overrides", "override_generation_config", "hf_token", "record_calls"}
     unset |= {"reasoning_config", "structured_outputs_config", "tool_call_parser", "mesh"}
-    unset |= {"research"}
+    unset |= {"research", "speculative_config"}
     unset |= {"hf_config_path", "dist_init_addr", "allowed_local_media_path"}
     unset |= {"limit_mm_per_prompt", "mm_processor_kwargs", "mm_encoder_cache_bytes"}
     unset |= {"tensor_parallel_size"}  # whoever knows the devices decides
@@ -295,7 +320,7 @@ def test_options_of_vllm_are_accepted_at_other_harmless_values(neutral):
     "option",
     [
         {"pipeline_parallel_size": 2},
-        {"speculative_config": {"method": "ngram"}},
+        {"spec_tokens": 4},
         {"enable_chunked_prefill": False},
         {"quantization_config": {"linear": "fp8"}},
         {"rope_scaling": {"type": "yarn"}},

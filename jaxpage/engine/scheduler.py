@@ -241,8 +241,9 @@ class Scheduler:
     def _drafts(
         self, step: ScheduledStep, sequence: Sequence, start: int, budget: int
     ) -> list[int]:
-        """Guesses at the next tokens of a sequence that decodes, which has blocks for them. Others may need a block each
-        in this step, and none is preempted for a guess.
+        """Guesses at the next tokens of a sequence that decodes, which has blocks for them.
+
+        Other sequences may need a block each in this step, and none is preempted for a guess.
         """
         known = len(sequence.token_ids)
         if self.lookup is None or start != known - 1 or not sequence.num_output_tokens:

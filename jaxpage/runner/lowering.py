@@ -65,12 +65,12 @@ from jaxpage.sampling.fields import RequestState
 # Programs that change the request state alone.
 _STATE_CHANGES = {ADMIT: make_admit, SET_MASKS: make_set_masks, SET_TOKENS: make_set_tokens}
 
-# XLA options by platform, of programs with a loop over tokens. TPU: weights are stored in tiles of (8, 128). From TPU7x on, XLA would carry 16-bit arrays
-# through a loop in tiles of (16, 128), so that each launch of decode steps would begin with a copy of all weights,
-# although its matmuls use tiles of (8, 128). Programs for older TPUs are the same with and without this option.
-# GPU: XLA's defaults, which include conditionals, and loops, whatever XLA_FLAGS says. So the loop over decode steps is
-# one CUDA graph. Otherwise the host reads its condition before each step and launches the kernels of each layer in
-# turn: 0.7 ms of a step of 3.4 ms (3B, H200).
+# XLA options by platform, of programs that loop over tokens. TPU: weights are stored in tiles of (8, 128). From TPU7x
+# on, XLA would carry 16-bit arrays through a loop in tiles of (16, 128), so that each launch of decode steps would
+# begin with a copy of all weights, although its matmuls use tiles of (8, 128). Programs for older TPUs are the same
+# with and without this option. GPU: XLA's defaults, which include conditionals, and loops, whatever XLA_FLAGS says. So
+# the loop over decode steps is one CUDA graph. Otherwise the host reads its condition before each step and launches
+# the kernels of each layer in turn: 0.7 ms of a step of 3.4 ms (3B, H200).
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 _LOOP_OPTIONS = {
     "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},

@@ -2,8 +2,8 @@
 
 The calls of a plan, in order: block contents move between device, host and disk; adapters are loaded into their slots;
 sequences are admitted; forced tokens and drafts are stored; masks are set; pictures are encoded; then the step runs,
-either `decode`, or `forward` and `sample` or `verify` with the scoring of prompts in between. Rows that an earlier step computed take part
-in `sample` only.
+either `decode`, or `forward` and, with the scoring of prompts in between, `sample` or `verify`. Rows that an earlier
+step computed take part in the latter only.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpage.batch import StepBatch
 from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.ops.attention import PagedAttention
@@ -27,15 +26,20 @@ from jaxpage.ops.blocks import copy_blocks
 from jaxpage.ops.rope import Rotate
 from jaxpage.parallel.rows import deal_rows, pad_rows
 from jaxpage.parallel.sharding import sharding
-from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.encoder import encode_into, last_keys, with_pictures
+from jaxpage.runner.encoder import encode_into, with_pictures
 from jaxpage.runner.interventions import tapped_hidden_states
 from jaxpage.runner.layout import Layout
+from jaxpage.runner.packed_tokens import (
+    Rows,
+    last_known,
+    rotary_positions,
+    token_rows,
+    unpack_batch,
+)
 from jaxpage.runner.slots import (
     ADAPTER,
     EXPERT_LOAD,
-    POSITION_OFFSET,
     has_positions,
     keep_hidden,
     update_tables,
@@ -55,8 +59,6 @@ from jaxpage.sampling.sampler import Sampled, sample, stops, vocabulary
 
 # Inlined by XLA; as a jit of its own it is traced once for all programs with as many rows.
 _sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode", "processors"))
-
-Rows = dict[str, jax.Array]  # the fields of `pack.rows_layout` or `pack.step_layout`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ class Step:
         state = keep_hidden(state, batch.slots, last, on_gpu=on_gpu)
         if self.spec.num_drafts:
             offsets = jnp.arange(1 + self.spec.num_drafts, dtype=jnp.int32)
-            tokens = _last_known(batch, rows)[:, None] + offsets[None]
+            tokens = last_known(batch, rows)[:, None] + offsets[None]
             checked = hidden[jnp.clip(tokens, 0, bucket.num_tokens - 1)]
             state = keep_hidden(state, batch.slots, checked, on_gpu=on_gpu, field="draft_hidden")
         pieces = to_pieces(hidden, self.spec.num_scored)
@@ -268,7 +270,7 @@ class Step:
         if self.spec.pictures is not None and not bucket.decode:
             inputs = with_pictures(inputs, state, rows["picture_rows"], self.spec.dtype)
         if has_positions(self.spec):
-            positions = _rotary_positions(state, rows, bucket, batch.positions)
+            positions = rotary_positions(state, rows, bucket, batch.positions)
             inputs = replace(inputs, positions=positions)
         if ADAPTER in state:
             token_slots = batch.slots[token_rows(rows["num_tokens"], bucket)]
@@ -343,61 +345,6 @@ class Step:
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
-
-
-def token_rows(num_tokens: jax.Array, bucket: Bucket) -> jax.Array:
-    """int32[T]: the row of each packed token. num_tokens [2, 3, 0] → [0, 0, 1, 1, 1, R-1, ...]."""
-    rows = jnp.arange(bucket.num_rows, dtype=jnp.int32)
-    if bucket.decode:
-        return rows
-    ends = jnp.cumsum(num_tokens, dtype=jnp.int32)
-    token = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, token, side="right", method="compare_all")
-    return jnp.minimum(row, bucket.num_rows - 1).astype(jnp.int32)
-
-
-def unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpec) -> StepBatch:
-    """The batch as attention and model want it. Rows whose sequence has finished on the device write nowhere."""
-    token_row = token_rows(rows["num_tokens"], bucket)
-    slots, starts, num_tokens = rows["slots"], rows["starts"], rows["num_tokens"]
-    live = ~state["finished"][slots]
-    first = jnp.zeros(1, jnp.int32)
-    query_starts = jnp.concatenate([first, jnp.cumsum(num_tokens, dtype=jnp.int32)])
-    token = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
-    valid = live[token_row] & (token < query_starts[1:][token_row])
-    positions = starts[token_row] + token - query_starts[token_row]
-    positions = jnp.where(valid, positions, 0)
-    token_slots = slots[token_row]
-    token_ids = jnp.where(valid, state["token_ids"][token_slots, positions], 0)
-    blocks = state["block_tables"][token_slots, :, positions // spec.block_size].T  # [G, T]
-    slot_mappings = blocks * spec.block_size + (positions % spec.block_size)[None]
-    return StepBatch(
-        slots=slots,
-        query_starts=query_starts,
-        kv_lens=jnp.where(live & (num_tokens > 0), starts + num_tokens, 0),
-        token_ids=token_ids,
-        positions=positions,
-        slot_mappings=jnp.where(valid[None], slot_mappings, NULL_BLOCK * spec.block_size),
-        block_tables=jnp.moveaxis(state["block_tables"][slots], 1, 0),
-        is_token=valid,
-        last_keys=last_keys(spec.pictures, rows, positions, token_row),
-    )
-
-
-def _last_known(batch: StepBatch, rows: Rows) -> jax.Array:
-    """int32[R]: where each row's last known token is among the packed ones; behind it come its drafts."""
-    return batch.query_starts[1:] - 1 - rows["num_drafts"]
-
-
-def _rotary_positions(
-    state: RequestState, rows: Rows, bucket: Bucket, indices: jax.Array
-) -> jax.Array:
-    """int32[3, T], or int32[T] where all three are the same: those that went up, else indices plus their offset."""
-    token_row = token_rows(rows["num_tokens"], bucket)
-    later = indices + state[POSITION_OFFSET][rows["slots"]][token_row]
-    if bucket.decode:
-        return later
-    return jnp.where(rows["positions"] < 0, later, rows["positions"])
 
 
 def _append(

@@ -34,7 +34,8 @@ from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_SLOT
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.step import Rows, Step, token_rows, unpack_batch
+from jaxpage.runner.packed_tokens import Rows, token_rows, unpack_batch
+from jaxpage.runner.step import Step
 from jaxpage.runner.step_result import Computed
 from jaxpage.runner.tiles import by_tiles
 from jaxpage.sampling.fields import RequestState
