@@ -434,6 +434,7 @@ class ResolvedConfig(EngineConfig, CheckpointValues):
     block_size: int = field()
     kv_cache_memory_bytes: int | None = None
     mm_encoder_cache_bytes: int | None = None
+    speculative_config: SpeculativeConfig | None = None
     max_num_seqs: int = field()
     max_num_batched_tokens: int = field()
     compilation_cache_dir: str = field()
@@ -442,10 +443,7 @@ class ResolvedConfig(EngineConfig, CheckpointValues):
     @property
     def num_drafts(self) -> int:
         """The most tokens of a sequence that are guessed in one step."""
-        speculative = self.speculative_config
-        return (
-            speculative.num_speculative_tokens if isinstance(speculative, SpeculativeConfig) else 0
-        )
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
     def describe(self) -> str:
         """One line per option, for the debug log."""

@@ -57,3 +57,49 @@ def test_tokens_are_those_without_drafts(family, options, tmp_path):
     stats = llm.stats()
     assert 20 < stats.num_accepted_tokens < stats.num_draft_tokens and not stats.num_blocks_used
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
+
+
+@pytest.mark.slow
+def test_in_strict_numerics_no_bit_depends_on_drafts(tmp_path, as_users_compile):
+    path = checkpoints.build("qwen2", 0, tmp_path)
+    prompts, params = requests()
+    prompts, params = prompts[2:5], params[2:5]
+    with as_users_compile():
+        expected = answers(make_llm(path, numerics="strict"), prompts, params)
+        llm = make_llm(path, numerics="strict", speculative_config=LOOKUP)
+        assert answers(llm, prompts, params) == expected
+    assert llm.stats().num_accepted_tokens > 10
+
+
+@pytest.mark.slow
+def test_rows_without_drafts_share_steps_with_others(tmp_path):
+    """One that ends early, one with the logprobs of the whole vocabulary; nothing compiles for either."""
+    path = checkpoints.build("qwen2", 0, tmp_path)
+    prompts, params = requests()
+    expected = answers(make_llm(path), prompts, params)
+    llm = make_llm(path, speculative_config=LOOKUP)
+    llm.wait_until_warm()
+    llm.add_request("aborted", prompts[0], params[0])
+    whole = SamplingParams(temperature=0, max_tokens=6, logprobs=-1)
+    llm.add_request("whole vocabulary", prompts[1], whole)
+    for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        llm.add_request(str(i), prompt, each)
+    outputs = {}
+    for step in range(1000):
+        if not llm.has_unfinished_requests():
+            break
+        if step == 3:
+            llm.abort_request("aborted")
+        outputs |= {output.request_id: output for output in llm.step() if output.finished}
+    got = [
+        (
+            list(c.token_ids),
+            [row[t].logprob for row, t in zip(c.logprobs, c.token_ids, strict=True)],
+        )
+        for i in range(len(prompts))
+        for c in outputs[str(i)].outputs
+    ]
+    assert_same_answers(got, expected, atol=2e-4)
+    assert len(outputs["whole vocabulary"].outputs[0].logprobs[0]) == VOCAB_SIZE
+    stats = llm.stats()
+    assert stats.num_recompiles == 0 and stats.num_blocks_used == 0 and stats.num_accepted_tokens
