@@ -15,6 +15,7 @@ from jaxpage.bench.engines import run_llm
 from jaxpage.bench.flags import check_least
 from jaxpage.bench.offline import Shape, checkpoint, machine
 from jaxpage.bench.workloads import equal_requests
+from jaxpage.engine.stats import EngineStats
 from jaxpage.flags import EngineFlags, given_options
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
@@ -67,16 +68,23 @@ def measure(bench: LatencyBench) -> dict[str, Any]:
         "std_latency": float(np.std(latencies)),
         "latencies": latencies,
         "percentiles": dict(zip(map(str, PERCENTAGES), percentiles, strict=True)),
+        "drafts": _drafts(llm.stats()) if bench.engine.speculative_config else None,
         "model": str(folder),
         "options": options,
         "machine": machine(),
     }
 
 
+def _drafts(stats: EngineStats) -> dict[str, int]:
+    return {"num_tokens": stats.num_draft_tokens, "num_accepted": stats.num_accepted_tokens}
+
+
 def show(report: dict[str, Any]) -> str:
-    """The lines that vLLM prints."""
+    """The lines that vLLM prints, and with `speculative_config` how many drafts were right."""
     lines = [f"Avg latency: {report['avg_latency']:.4f} seconds"]
     lines.append(f"Std latency: {report['std_latency']:.4f} seconds")
     for percentage, seconds in report["percentiles"].items():
         lines.append(f"{percentage}% percentile latency: {seconds:.4f} seconds")
+    if drafts := report.get("drafts"):
+        lines.append(f"Accepted drafts: {drafts['num_accepted']} of {drafts['num_tokens']} tokens")
     return "\n".join(lines)

@@ -104,7 +104,13 @@ def test_a_real_engine(tmp_path, capsys):
     path = tmp_path / "times.json"
     command = f"bench latency --model {checkpoint()} --input-len 8 --output-len 4 --batch-size 2"
     command += " --max-num-batched-tokens 16"  # fewer programs
-    assert cli.main(f"{command} --num-iters-warmup 1 --num-iters 3 --json {path}".split()) == 0
+    drafts = ["--speculative-config", '{"num_speculative_tokens": 2, "prompt_lookup_max": 1}']
+    assert (
+        cli.main([*f"{command} --num-iters-warmup 1 --num-iters 3 --json {path}".split(), *drafts])
+        == 0
+    )
     found = json.loads(path.read_text())
     assert len(found["latencies"]) == 3 and all(s > 0 for s in found["latencies"])
-    assert "50% percentile latency: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "50% percentile latency: " in shown
+    assert f"Accepted drafts: {found['drafts']['num_accepted']} of " in shown
