@@ -113,10 +113,8 @@ VARIANTS = {
     "either-disk": (FEW, True, {}),
     "plain-loop": (MANY, False, {"preemption_mode": "swap", "async_scheduling": False}),
 }
-DEEP = (
-    "recompute-host",
-    "swap-host",
-)  # of others the disk is behind the host tier, or the loop is plain
+# Of others the disk is behind the host tier, or the loop is plain; gemma3 has the last one.
+DEEP = ("recompute-host", "swap-host", "recompute-disk")
 
 
 @pytest.mark.parametrize(

@@ -41,16 +41,17 @@ PROMPT_LENS, MAX_TOKENS, BEAM_TOKENS = (1, 30, 7, 64, 90, 30, 11), 24, 9
 # was seen of Mistral with int8 weights on eight devices. Two tokens that are as likely within these bounds may change
 # places, see `assert_same_until_ties`.
 ATOL = {"quantised pool": 3e-2, "int8 weights": 1e-1}
-# Some families have these cases in tests that are not deep: each family and each way once.
+# Some families have these cases in tests that are not deep: each kind of family, and each way but that without the
+# prefix cache, which devices do not see. Qwen 2 is in `test_invariance.py` and `hosts/`.
 SLOW = {
     ("olmo2", 1, 4, "plain"),
     ("starcoder2", 1, 2, "int8 weights"),
     ("qwen2_moe", 1, 8, "plain"),
     ("gpt_oss", 0, 2, "preempted"),
-    ("mixtral", 1, 4, "int8 weights"),
 } | {
     (family, i % 2, SIZES[i % 3], list(WAYS)[2 * i % len(WAYS)])
     for i, family in enumerate(checkpoints.VARIANTS)
+    if family != "qwen2"
 }
 
 
