@@ -55,6 +55,7 @@ def assert_scored(found, prompt, logits, num_best):
             assert below < entry.rank <= above
 
 
+@pytest.mark.slow
 def test_prompts_are_scored_as_by_transformers(llm, prompts, logits):
     outputs = generate(llm, prompts, prompt_logprobs=3)
     for output, prompt, expected in zip(outputs, prompts, logits, strict=True):
