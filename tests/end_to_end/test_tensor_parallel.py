@@ -185,7 +185,7 @@ def test_tokens_are_those_of_one_device(
 
 @pytest.mark.slow
 def test_a_mesh_of_the_user_is_taken_and_nothing_is_whole_on_a_device(tmp_path):
-    path = checkpoints.build("llama", 0, tmp_path)
+    path = checkpoints.build("llama", 0, tmp_path, num_hidden_layers=1)
     mesh = Mesh(np.array(jax.devices()[4:8]).reshape(2, 2), ("data", "model"))
     llm = checkpoints.make_llm(path, mesh=mesh)
     built = llm._engine.runner
@@ -200,7 +200,8 @@ def test_a_mesh_of_the_user_is_taken_and_nothing_is_whole_on_a_device(tmp_path):
 
 @pytest.mark.slow
 def test_an_equal_start_finds_its_programs(tmp_path, fresh_cache):
-    path, cache = checkpoints.build("llama", 0, tmp_path / "model"), str(tmp_path / "cache")
+    path = checkpoints.build("llama", 0, tmp_path / "model", num_hidden_layers=1)
+    cache = str(tmp_path / "cache")
     found = []
     for first in (6, 0, 6):
         mesh = Mesh(np.array(jax.devices()[first : first + 2]), ("x",))
