@@ -160,7 +160,8 @@ def test_a_pool_of_a_tenth_gives_the_same_tokens_and_logprobs(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return checkpoints.build("llama", 0, tmp_path_factory.mktemp("llama"))
+    """Of a model with one layer."""
+    return checkpoints.build("llama", 0, tmp_path_factory.mktemp("llama"), num_hidden_layers=1)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ ATOL = 1e-4
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2"))
+    return checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,6 @@ def assert_scored(found, prompt, logits, num_best):
             assert below < entry.rank <= above
 
 
-@pytest.mark.slow
 def test_prompts_are_scored_as_by_transformers(llm, prompts, logits):
     outputs = generate(llm, prompts, prompt_logprobs=3)
     for output, prompt, expected in zip(outputs, prompts, logits, strict=True):

@@ -334,6 +334,7 @@ def config(**options):
     return qwen3_moe_config(hf, dtype="float32")
 
 
+@pytest.mark.slow
 def test_the_tokens_of_each_expert_are_counted_without_padding():
     sizes = dict(hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
     options = config(**sizes, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8)

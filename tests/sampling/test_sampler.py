@@ -223,6 +223,7 @@ def test_a_row_samples_the_same_in_any_company():
         np.testing.assert_allclose(some.logprobs[live], close, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_seed_and_position_change_the_draw_and_the_rest_of_the_history_does_not():
     logits = np.zeros((200, V), np.float32)
     base = [Row(prompt=[i % V, 3], temperature=1.0) for i in range(200)]
