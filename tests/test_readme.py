@@ -196,7 +196,7 @@ def running_server(block: str, folder: Path) -> Iterator[str]:
 # Of `fake_vision`, which needs the demo's vocabulary.
 SEEING = fake_vision.OPTIONS | {
     "chat_template": fake_vision.TEMPLATE,
-    "hf_overrides": fake_vision.OPTIONS["hf_overrides"] | {"num_hidden_layers": 2},
+    "hf_overrides": fake_vision.OPTIONS["hf_overrides"] | {"num_hidden_layers": 1},
 }
 # Instead of models that must be downloaded, and of the demo's: FOLDER has one with fewer layers.
 SMALL = {
@@ -219,7 +219,7 @@ def test_code_runs(block, model, tmp_path, monkeypatch):
         assert any(quoted in "".join(path.read_text().split()) for path in sources)
         return
     monkeypatch.chdir(tmp_path)
-    folder = model(3 if "blocks.2." in block else 2)
+    folder = model(1 + max(map(int, re.findall(r"blocks\.(\d)\.", block)), default=0))
     for name in re.findall(r'"(adapters/\w+)"', block):
         save_adapter(tmp_path / name, folder, seed=0)
     for theirs, ours in SMALL.items():

@@ -114,9 +114,9 @@ def test_beams_equal_transformers(tmp_path):
 @pytest.mark.parametrize(
     ("family", "variant", "num_eos"),
     [
-        ("llama", 0, 3),
-        pytest.param("qwen3", 2, 1, marks=pytest.mark.deep),  # other layers see unequally far
-        ("gemma3", 0, 2),
+        pytest.param("llama", 0, 3, marks=pytest.mark.deep),
+        pytest.param("qwen3", 2, 1, marks=pytest.mark.deep),
+        ("gemma3", 0, 2),  # whose layers see unequally far
     ],
 )
 def test_beams_equal_transformers_in_depth(family, variant, num_eos, tmp_path):

@@ -158,7 +158,12 @@ SETTINGS = {
     "all-sizes, slots-for-all": dict(max_num_seqs=64, max_num_batched_tokens=512),
 }
 # More of the first one, and circumstances each of which another one has too.
-DEEP = ("all-sizes, slots-for-all", "overlapped, blocks-of-4", "preempted, plain-loop")
+DEEP = (
+    "all-sizes, slots-for-all",
+    "overlapped, blocks-of-4",
+    "preempted, plain-loop",
+    "plain-loop, cache-off",  # `expected` has no cache either
+)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ ATOL = 1e-4
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2"))
+    return checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

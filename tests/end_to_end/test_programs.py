@@ -113,8 +113,13 @@ def test_layers_of_several_groups_share_the_arrays_of_the_pool_in_place(tmp_path
     assert_no_copies(runner)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    "kv_cache_dtype",
+    [
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("int8", "int4", "fp8_e4m3")),
+        pytest.param("fp8_e5m2", marks=pytest.mark.deep),
+    ],
+)
 def test_every_program_updates_a_quantised_pool_in_place(kv_cache_dtype, path, as_users_compile):
     """int4 as users have it: XLA fuses most around it."""
     compiler = as_users_compile() if kv_cache_dtype == "int4" else nullcontext()

@@ -20,6 +20,11 @@ from pallas_kernels.kv_write.quantized import FLOATS, FORMATS
 from tests import checkpoints
 
 VOCAB = checkpoints.VOCAB_SIZE
+# Those of the fp8 formats differ in the rounding of a number only, which `kernels/` tests of each.
+EACH_FORMAT = [
+    pytest.param(f, marks=pytest.mark.deep if f == "fp8_e5m2" else pytest.mark.slow)
+    for f in FORMATS
+]
 # Rounding moves with the last bit of K and V, which another chunk's matrix product may change: by a step of one value.
 STEP = 0.05
 
@@ -65,8 +70,7 @@ def assert_same(got, expected):
     checkpoints.assert_same_answers(got, expected, atol=STEP)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
+@pytest.mark.parametrize("kv_cache_dtype", EACH_FORMAT)
 def test_cache_hits_chunks_and_preemption_give_the_same_tokens(kv_cache_dtype, path):
     llm = make_llm(path, kv_cache_dtype, enable_prefix_caching=False)
     expected = answers(llm)
@@ -109,8 +113,7 @@ class RoundedAttention(DenseAttention):
         return super().__call__(layer, q, k, v, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
+@pytest.mark.parametrize("kv_cache_dtype", EACH_FORMAT)
 def test_logprobs_are_those_of_a_dense_model_with_rounded_keys_and_values(kv_cache_dtype, path):
     llm = make_llm(path, kv_cache_dtype)
     rng = random.Random(1)

@@ -27,7 +27,8 @@ class Killed(BaseException):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2"))
+    """With one layer: replicas exchange nothing."""
+    return checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2"), num_hidden_layers=1)
 
 
 def make(folder, **options) -> LLM:

@@ -130,6 +130,7 @@ def test_tuning_finds_up_to_how_many_tokens_the_kernel_is_clearly_faster(
     assert len(found) == 6 + 5
 
 
+@pytest.mark.slow
 def test_what_is_timed_are_products_of_all_copies_in_each_loop(monkeypatch):
     monkeypatch.setattr(tune, "LOOPS", 3)
     xs, weights = tune._arguments(2, 64, 128)

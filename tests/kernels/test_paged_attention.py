@@ -91,7 +91,7 @@ def test_a_longer_table_costs_no_temporaries():
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "num_devices"),
     [
-        (4, 2, 2),  # each device has a KV head
+        pytest.param(4, 2, 2, marks=pytest.mark.slow),  # each device has a KV head
         pytest.param(8, 1, 2, marks=pytest.mark.slow),  # both have the only one
         (14, 2, 4),  # with padding: 16 query heads
         pytest.param(

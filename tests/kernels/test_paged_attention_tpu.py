@@ -302,9 +302,9 @@ def test_lanes_move_from_registers_to_others(source, target, count):
         (8, 4, 96, "bfloat16", "int4", True),
         # Values that begin in one register and end in another.
         (8, 8, 112, "float32", None, True),
-        # Heads of one KV head begin at different lanes.
-        (16, 4, 80, "bfloat16", None, True),
-        (4, 2, 192, "bfloat16", None, True),
+        # Heads of one KV head begin at different lanes. See `test_rows_are_picked_out_of_tiles_of_tokens` too.
+        pytest.param(16, 4, 80, "bfloat16", None, True, marks=pytest.mark.deep),
+        pytest.param(4, 2, 192, "bfloat16", None, True, marks=pytest.mark.deep),
     ],
 )
 def test_heads_that_are_no_whole_registers(
@@ -392,7 +392,7 @@ def check_one_query_per_row(case: Case, arrays: dict, **options) -> None:
         (6, 2, 128, "bfloat16", "int4"),  # two planes a register
         (3, 1, 64, "bfloat16", None),  # an odd number of halves: XLA makes the tiles
         # Heads that begin anywhere in a register. Of the first four KV heads share rows.
-        (8, 4, 96, "bfloat16", None),
+        pytest.param(8, 4, 96, "bfloat16", None, marks=pytest.mark.deep),
         (16, 4, 80, "float32", None),
     ],
 )

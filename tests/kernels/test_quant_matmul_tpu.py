@@ -145,7 +145,14 @@ def test_what_the_kernel_cannot_do_it_refuses_with_the_reason(change, reason):
         tpu.quant_matmul(jnp.zeros(x.shape, x.dtype), weight, round_x=case.round_x)
 
 
-@pytest.mark.parametrize("spec", [P("tensor"), P(None, "tensor"), P()])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P("tensor"),
+        pytest.param(P(None, "tensor"), marks=pytest.mark.slow),
+        pytest.param(P(), marks=pytest.mark.slow),
+    ],
+)
 def test_several_devices_share_a_product(spec):
     """Over outputs, over inputs, of which rows are rounded as wholes, or not at all. A bias is added once."""
     x, weight = cases.arguments(Case(name="", num_tokens=5, num_in=512, num_out=256, round_x=True))

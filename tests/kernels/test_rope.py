@@ -16,10 +16,17 @@ from pallas_kernels.rope import cases, reference, tpu, xla
 from pallas_kernels.rope.cases import CASES, Case
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+FAST = ("half-a-head", "neighbours", "a-head-in-two-registers", "float32")
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@each_case
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_a_product_rotates_to_the_bit(case):
     joined, cos, sin = cases.arguments(case).values()
     parts = reference.split(joined, case.heads)

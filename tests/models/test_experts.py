@@ -84,6 +84,7 @@ def test_tokens_get_the_sum_of_their_experts_and_padding_gets_nothing(bias):
     assert 3 < padding.sum() < NUM_TOKENS and not out[padding].any() and out[~padding].all()
 
 
+@pytest.mark.slow
 def test_nothing_is_multiplied_for_padding(monkeypatch):
     """The rows of each expert, as the product is told: only those of tokens."""
     told = []
@@ -124,7 +125,8 @@ def test_a_token_is_the_same_to_the_bit_in_any_company(dtype):
         np.testing.assert_array_equal(got, np.tile(among[token], (NUM_TOKENS, 1)))
 
 
-@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True])
 def test_the_gradient_is_that_of_the_definition(bias):
     given = arguments(bias=bias)
     slopes = jnp.asarray(np.random.default_rng(2).standard_normal(given["x"].shape), jnp.float32)
@@ -155,6 +157,7 @@ def in_int8(weights: ExpertWeights) -> ExpertWeights:
     )
 
 
+@pytest.mark.slow
 def test_int8_experts_are_what_products_with_int8_weights_say():
     """One expert after the other, by the definition of such a product; and near to what was rounded."""
     given = arguments(bias=True)
@@ -193,6 +196,7 @@ def test_int8_experts_on_a_tpu_are_those_on_a_cpu():
         np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_rows_of_no_group_have_no_gradient():
     """Whatever stands there and comes back."""
     x, slopes = (jnp.full((6, 4), jnp.nan).at[:3].set(1.0) for _ in range(2))
@@ -216,6 +220,7 @@ def test_devices_share_the_experts_and_exchange_one_sum():
     assert exchanges(parse(whole.lower(**given).compile().as_text())) == []
 
 
+@pytest.mark.slow
 def test_devices_share_experts_in_int8():
     given = arguments(bias=True)
     given["weights"] = in_int8(given["weights"])
@@ -329,6 +334,7 @@ def config(**options):
     return qwen3_moe_config(hf, dtype="float32")
 
 
+@pytest.mark.slow
 def test_the_tokens_of_each_expert_are_counted_without_padding():
     sizes = dict(hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
     options = config(**sizes, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8)

@@ -103,6 +103,7 @@ def test_rope_of_short_models_is_that_of_pretraining(case, max_model_len, checkp
     np.testing.assert_allclose(got, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_batch_axes_and_positions_are_free(checkpoint):
     model = loaded(checkpoint("qwen2", 1))
     token_ids = tokens(2, 3, 20)

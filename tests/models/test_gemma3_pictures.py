@@ -111,7 +111,8 @@ def test_the_text_part_alone_has_no_tower(path):
     assert text.config.vision is None and not hasattr(text, "visual")
 
 
-@pytest.mark.parametrize("pictures", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("pictures", [True, False])
 def test_options_of_the_text_part_that_transformers_does_not_look_at(pictures, tmp_path):
     """The whole config says whether embeddings are tied, and logits are not capped."""
     config = gemma3_config()

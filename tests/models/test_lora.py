@@ -70,7 +70,7 @@ def test_each_token_gets_its_own_adapter(parts):
     assert model.layer.adapters.slots is None  # the copy had them
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 def test_what_other_slots_hold_changes_no_bit(dtype):
     """Not even values that overflow for tokens that they are not for."""
     model = OneLayer(PARTS, dtype)

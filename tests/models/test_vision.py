@@ -35,7 +35,7 @@ def test_configs_that_cannot_be_served_are_refused(make, change, message):
         build(config, dtype="float32")
 
 
-@pytest.mark.parametrize("most_near", [16, 4096])
+@pytest.mark.parametrize("most_near", [16, pytest.param(4096, marks=pytest.mark.slow)])
 def test_attention_in_tiles_sees_exactly_its_segment(most_near, monkeypatch):
     monkeypatch.setattr(vision, "_MOST_NEAR", most_near)
     rng = np.random.default_rng(0)

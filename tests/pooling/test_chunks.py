@@ -21,7 +21,12 @@ from tests.pooling.pooling_checkpoints import (
     texts,
 )
 
-DECODERS = [("Qwen3", 0), ("Qwen2", 1), ("Llama", 2), ("Gemma3Text", 2)]
+DECODERS = [
+    ("Qwen3", 0),
+    pytest.param("Qwen2", 1, marks=pytest.mark.deep),
+    pytest.param("Llama", 2, marks=pytest.mark.deep),
+    ("Gemma3Text", 2),  # with windows
+]
 
 
 def make(folder: Path, tokens: int, **options) -> LLM:

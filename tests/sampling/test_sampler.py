@@ -110,6 +110,7 @@ any_row = st.builds(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}])
 def test_the_best_token_stays_at_any_temperature(limit):
     rows = [Row(temperature=t, **limit) for t in np.linspace(0.1, 2, 32).tolist()]
@@ -222,6 +223,7 @@ def test_a_row_samples_the_same_in_any_company():
         np.testing.assert_allclose(some.logprobs[live], close, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_seed_and_position_change_the_draw_and_the_rest_of_the_history_does_not():
     logits = np.zeros((200, V), np.float32)
     base = [Row(prompt=[i % V, 3], temperature=1.0) for i in range(200)]
@@ -260,6 +262,7 @@ def test_processed_logprobs_are_renormalised_over_what_is_left():
     assert (sampled.ranks <= 4).all()
 
 
+@pytest.mark.slow
 def test_no_top_logprobs_are_empty_arrays():
     sampled = run([Row()], logits_for(1), top=0)
     assert sampled.top_token_ids.shape == sampled.top_logprobs.shape == (1, 0)

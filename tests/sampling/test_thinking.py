@@ -140,7 +140,7 @@ def test_any_history_gives_what_the_plain_definition_says_in_depth(rows):
 
 # Histories are searched in windows of 320 tokens: lengths below, at, between and beyond their ends.
 @pytest.mark.parametrize(
-    "max_len", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 320, 1000)), 321]
+    "max_len", [*(pytest.param(n, marks=pytest.mark.slow) for n in (40, 64, 320, 1000)), 321]
 )
 @pytest.mark.parametrize("marker_len", [1, pytest.param(3, marks=pytest.mark.slow), MAX_MARKER_LEN])
 def test_markers_are_found_anywhere_in_a_long_history(max_len, marker_len):
@@ -199,6 +199,7 @@ def test_a_forced_token_wins_whatever_else_the_row_asks_for():
     assert (got.logprobs == 0).all()
 
 
+@pytest.mark.slow
 def test_rows_beside_one_that_is_forced_sample_what_they_would_without_it():
     rows = [Row(seed=i, temperature=[0.0, 1.0][i % 2]) for i in range(8)]
     logits = logits_for(8)

@@ -57,6 +57,7 @@ def test_a_server_drains_without_an_engine_that_does_not_stop(monkeypatch, caplo
     assert caplog.text.count("the engine has not stopped within 0.1 s") == 1
 
 
+@pytest.mark.slow
 def test_the_process_ends_though_engine_and_compiler_hang():
     """Both the loop's runner and Python's exit would wait for their threads."""
     ended = subprocess.run(

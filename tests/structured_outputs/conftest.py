@@ -1,4 +1,4 @@
-"""One engine of the demo's model for all tests of this folder that need no other."""
+"""Two engines for all tests of this folder that need no other: of the demo's model, and one that is compiled sooner."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def make_llm(**options) -> LLM:
 @pytest.fixture(scope="package")
 def demo_llm() -> LLM:
     return make_llm()
+
+
+@pytest.fixture(scope="package")
+def random_llm() -> LLM:
+    """With one layer of random weights: what it says is of its grammar all the same."""
+    return make_llm(load_format="dummy", hf_overrides={"num_hidden_layers": 1})

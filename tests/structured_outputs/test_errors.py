@@ -77,8 +77,8 @@ def test_deep_schemas_are_refused():
 
 
 @pytest.fixture(scope="module")
-def llm(demo_llm) -> LLM:
-    return demo_llm
+def llm(random_llm) -> LLM:
+    return random_llm
 
 
 def add(llm, name, structured_outputs, **options):

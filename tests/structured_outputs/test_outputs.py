@@ -8,20 +8,19 @@ import pytest
 
 from jaxpage import LLM, SamplingParams
 from tests.structured_outputs.cases import GRAMMARS, REGEXES, SCHEMAS, fits
-from tests.structured_outputs.conftest import make_llm
 
 
 @pytest.fixture(
-    scope="module", params=["demo", pytest.param("random weights", marks=pytest.mark.slow)]
+    scope="module", params=["random_llm", pytest.param("demo_llm", marks=pytest.mark.slow)]
 )
-def llm(request, demo_llm) -> LLM:
-    return demo_llm if request.param == "demo" else make_llm(load_format="dummy")
+def llm(request) -> LLM:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
-def half(llm, demo_llm):
+def half(llm, random_llm):
     """Every second case: one model has the even ones, the other one the odd ones."""
-    first = 0 if llm is demo_llm else 1
+    first = 1 if llm is random_llm else 0
     return lambda cases: cases[first::2]
 
 

@@ -98,6 +98,7 @@ def test_files_of_limited_size_have_an_index(demo, tmp_path, monkeypatch):
     assert_bitwise(tmp_path / "copy", demo)
 
 
+@pytest.mark.slow
 def test_orbax_itself_reads_what_was_saved(demo, tmp_path):
     """As the pure dict of the NNX state, on another mesh."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))

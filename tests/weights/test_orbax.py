@@ -285,6 +285,7 @@ def unfinished_reads():
         gc.collect()
 
 
+@pytest.mark.slow
 def test_truncated_arrays_are_named(llama, tmp_path):
     run = run_of(trees.nested(tensors(llama)), tmp_path, use_ocdbt=False)
     (file,) = (run / "model.layers.1.mlp.up_proj.weight").glob("[0-9]*")
