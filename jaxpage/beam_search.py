@@ -7,6 +7,8 @@ hypotheses are scored by the length of the answer including EOS, and `early_stop
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,13 +79,11 @@ def make_beams(
     Raises ValueError if the length penalty makes scores overflow.
     """
     max_tokens = min(params.max_tokens, num_tokens_left)
-    try:
-        1.0 / max_tokens**params.length_penalty
-    except (OverflowError, ZeroDivisionError):
+    if abs(params.length_penalty) * math.log(max_tokens) > math.log(sys.float_info.max):
         raise ValueError(
             f"length_penalty={params.length_penalty} is too far from 0: the score of {max_tokens} tokens would be "
             f"divided by {max_tokens} ** {params.length_penalty}, which is beyond the range of a float"
-        ) from None
+        )
     return Beams(
         params.beam_width,
         max_tokens,
