@@ -7,6 +7,8 @@ hypotheses are scored by the length of the answer including EOS, and `early_stop
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +74,19 @@ def request_params(
 def make_beams(
     params: BeamSearchParams, eos_token_ids: frozenset[int], num_tokens_left: int
 ) -> Beams:
-    """The search for a prompt with room for `room` more tokens."""
+    """The search for a prompt with room for `num_tokens_left` more tokens.
+
+    Raises ValueError if the length penalty makes scores overflow.
+    """
+    max_tokens = min(params.max_tokens, num_tokens_left)
+    if abs(params.length_penalty) * math.log(max_tokens) > math.log(sys.float_info.max):
+        raise ValueError(
+            f"length_penalty={params.length_penalty} is too far from 0: the score of {max_tokens} tokens would be "
+            f"divided by {max_tokens} ** {params.length_penalty}, which is beyond the range of a float"
+        )
     return Beams(
         params.beam_width,
-        min(params.max_tokens, num_tokens_left),
+        max_tokens,
         eos_token_ids=eos_token_ids,
         length_penalty=params.length_penalty,
         early_stopping=params.early_stopping,

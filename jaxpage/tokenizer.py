@@ -71,10 +71,16 @@ def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | No
 def bad_words_token_ids(tokenizer: Any, bad_words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     """The token ids of each word at the start of a text and after a space, as vLLM tokenizes them.
 
-    The second form counts only if the space is part of its first token.
+    The second form counts only if the space is part of its first token. Raises ValueError for what is no text.
     """
     found: list[tuple[int, ...]] = []
     for word in bad_words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"bad_words has {word!r:.200} with a lone surrogate, which is no character; leave it out"
+            ) from None
         plain, spaced = (
             tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
             for space in ("", " ")

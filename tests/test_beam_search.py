@@ -91,3 +91,11 @@ def test_hypotheses_become_outputs(keep_eos_text):
 
 def test_a_beam_ends_at_the_engines_longest_sequence():
     assert make_beams(BeamSearchParams(2, 100), EOS, num_tokens_left=7).max_tokens == 7
+
+
+@pytest.mark.parametrize("length_penalty", [1e300, 300.0, -400.0])
+def test_scores_beyond_float_are_refused(length_penalty):
+    params = BeamSearchParams(2, 100, length_penalty=length_penalty)
+    with pytest.raises(ValueError, match=r"length_penalty=.* 20 tokens .* float"):
+        make_beams(params, EOS, num_tokens_left=20)
+    assert make_beams(params, EOS, num_tokens_left=1).length_penalty == length_penalty

@@ -180,6 +180,7 @@ BAD = {
         r"at \$\.properties\.a: Invalid type",
     ),
     "long bad word": ([5], {"bad_words": ["€" * 20]}, "1 to 16"),
+    "surrogate in a bad word": ([5], {"bad_words": ["\ud800"]}, "bad_words .* lone surrogate"),
     "many bad words": ([5], {"bad_words": [f"q{i}" for i in range(129)]}, "limit is 128"),
 }
 

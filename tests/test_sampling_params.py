@@ -65,7 +65,7 @@ def test_defaults_are_those_of_vllm():
         ("n", [1, 16384], [0, -1, 16385, 1.5, True, "2"]),
         ("presence_penalty", [-2, 2], [-2.1, 2.1, math.nan, "1"]),
         ("frequency_penalty", [-2, 2], [-2.1, 2.1, math.inf]),
-        ("repetition_penalty", [0.1, 5], [0, -1, math.inf, math.nan]),
+        ("repetition_penalty", [0.1, 5], [0, -1, math.inf, math.nan, 10**400]),
         ("temperature", [0, 2], [-0.1, 2.1, math.nan, None]),
         ("top_p", [0.01, 1], [0, 1.01, -1]),
         ("top_k", [-1, 0, 1, 10**6], [-2, 1.5, True]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -148,15 +148,21 @@ class Lowerings:
         return num_bytes(self._state)
 
     def allocate(self) -> tuple[KVPool, RequestState]:
-        """Allocate the pool and the request state, with zeros and fill values, where the programs expect them."""
+        """Allocate the pool and the request state, with zeros and fill values, where the programs expect them.
 
+        Only the first call compiles anything.
+        """
+        return self._make()
+
+    @cached_property
+    def _make(self) -> Callable[[], tuple[KVPool, RequestState]]:
         def make() -> tuple[KVPool, RequestState]:
             return self._pool_spec.allocate(), allocate_request_state(self._spec)
 
         if self._mesh is None:
-            return make()
+            return make
         shardings = jax.tree.map(lambda struct: struct.sharding, (self._pool, self._state))
-        return jax.jit(make, out_shardings=shardings)()
+        return jax.jit(make, out_shardings=shardings)
 
     def no_embeds(self, name: str) -> tuple[jax.Array, ...]:
         """The arguments of a `forward` program in a step without embeddings, already on the device."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxpage.sampling.constraints import CONSTRAINTS
 from jaxpage.sampling.fields import Processors, SamplerFeature, SlotField
 from jaxpage.sampling.keys import RANDOM
@@ -68,6 +70,25 @@ def features_of(request: Request, processors: Processors = ()) -> int:
 def slot_fields_of(
     request: Request, vocab_size: int, processors: Processors = ()
 ) -> dict[str, Any]:
-    """The values of all fields that a request sets, by name; the others keep their fill value."""
+    """The values of all fields that a request sets, by name; the others keep their fill value.
+
+    Raises ValueError for a value that does not fit the field of a processor.
+    """
     values = {field.name: field.value(request, vocab_size) for field in fields_of(processors)}
+    for field in (field for processor in processors for field in processor.fields):
+        if values[field.name] is not None:
+            values[field.name] = _fitted(field, values[field.name], vocab_size)
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _fitted(field: SlotField, value: Any, vocab_size: int) -> np.ndarray:
+    """A value that a user's code chose, as an array of the field. Raises ValueError."""
+    array = np.empty(field.shape(vocab_size), field.dtype)
+    try:
+        array[...] = value
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(
+            f"the value of a logits processor's field {field.name!r} must be {field.dtype} of shape {array.shape}, got "
+            f"{value!r:.200}: {error}"
+        ) from None
+    return array

@@ -77,6 +77,16 @@ def test_sleep_frees_pool_and_weights_and_waking_compiles_nothing(llm, expected)
     assert tokens(llm) == expected[0] and llm.stats().num_recompiles == 0
 
 
+def test_waking_on_several_devices_compiles_nothing(folders):
+    llm = make(folders[0], tensor_parallel_size=2)
+    expected = tokens(llm)
+    llm.wait_until_warm()
+    for _ in range(2):
+        llm.sleep()
+        llm.wake_up()
+        assert tokens(llm) == expected and llm.stats().num_recompiles == 0
+
+
 def test_other_weights_and_none(llm, folders, expected):
     version = llm.weight_version()
     assert llm.update_weights(folders[1]) == version + 1

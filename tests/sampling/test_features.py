@@ -17,6 +17,7 @@ from jaxpage.sampling.features import (
     processors_of,
     slot_fields_of,
 )
+from jaxpage.sampling.fields import SamplerFeature, SlotField
 from jaxpage.sampling.keys import RANDOM
 from jaxpage.sampling.logprobs import LOGPROBS, TOP_LOGPROBS
 from jaxpage.sampling.penalties import PENALTIES
@@ -72,3 +73,16 @@ def test_engines_that_know_no_markers_have_no_thinking_budgets():
     assert processors_of(config) == ()
     config.reasoning_config = ReasoningConfig(reasoning_parser="qwen3")
     assert processors_of(config) == (THINKING,)
+
+
+@pytest.mark.parametrize("given", ["abc", [1.0, 2.0], {"x": 1}])
+def test_a_processors_value_that_does_not_fit_its_field_is_refused(given):
+    """In a step, it would end the requests beside it."""
+    field = SlotField(name="sharpen", dtype="float32", value=lambda r, _: r.params.extra_args["x"])
+    processor = SamplerFeature(name="sharpen", fields=(field,), asked=lambda _: True)
+    params = SamplingParams(temperature=0.0, extra_args={"x": given})
+    request = Request(request_id="0", prompt_token_ids=[5], params=params, seed=0)
+    with pytest.raises(ValueError, match=r"field 'sharpen' .* float32 of shape \(\)"):
+        slot_fields_of(request, 10, (processor,))
+    params.extra_args = {"x": 0.5}
+    assert slot_fields_of(request, 10, (processor,))["sharpen"] == 0.5
