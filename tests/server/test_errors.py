@@ -28,7 +28,8 @@ def test_a_prompt_that_is_too_long_is_recognised_by_its_message(where, contains,
 )
 def test_the_state_of_an_engine_is_an_answer_not_a_crash(error, status):
     """What the application lets through ends in a stack trace and closes the connection."""
-    app, sent = empty_app(server=Any), []
+    server: Any = None
+    app, sent = empty_app(server), []
 
     @app.get("/")
     async def fail() -> None:
