@@ -158,9 +158,9 @@ class Pooler:
                 "embedding model"
             )
         for name, texts in (("data_1", first), ("data_2", second)):
-            wrong = next((text for text in texts if not isinstance(text, str)), None)
-            if wrong is not None:
-                raise ValueError(f"{name} must be texts for a cross-encoder, got {wrong!r}")
+            wrong = [text for text in texts if not isinstance(text, str)]
+            if wrong:
+                raise ValueError(f"{name} must be texts for a cross-encoder, got {wrong[0]!r}")
         options = _with_truncation(tokenization_kwargs, _to_list(params))
         first = first * len(second) if len(first) == 1 else first
         pairs = self.inputs.pairs(first, second, options, chat_template)

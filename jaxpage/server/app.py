@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from jaxpage import __version__
+from jaxpage.async_llm import EngineAsleepError, EngineDeadError
 from jaxpage.server import admin, operation, response_routes, rl, tokens, trl
 from jaxpage.server.access_log import AccessLog
 from jaxpage.server.batch import Caller
@@ -65,6 +66,9 @@ def empty_app(server: Server) -> FastAPI:
             HTTPException: _report,
             RequestValidationError: _report,
             ValueError: _report,
+            EngineAsleepError: _report,
+            EngineDeadError: _report,
+            # The last resort: besides the answer, a stack trace in the log, and the connection is closed.
             Exception: _report,
         },
     )  # fmt: skip

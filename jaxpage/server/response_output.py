@@ -56,6 +56,9 @@ class ResponseOutput:
         yield from self._take(self._parser.finish())
         if not self._items:  # clients that expect a text get an empty one
             yield from self._open("message")
+        if self._logprobs and self._items[-1].kind == "message":
+            # The last tokens had no text, such as special ones. Whether they came with others is chance.
+            yield self._items[-1].add("", self._logprobs)
         yield from self._end("completed" if is_complete else "incomplete")
 
     def _take(self, deltas: list[Delta]) -> Iterator[Event]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from jaxpage.server.context import Server
+from jaxpage.server.errors import ApiError
 
 
 class UpdateWeights(BaseModel):
@@ -42,7 +43,11 @@ def router(server: Server) -> APIRouter:
 
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeights) -> dict[str, Any]:
-        version = await llm.update_weights(body.model_path, keep_cache=body.keep_cache)
+        try:
+            version = await llm.update_weights(body.model_path, keep_cache=body.keep_cache)
+        except OSError as error:  # a path that is too long, or that may not be read
+            message = f"the checkpoint cannot be read: {error}"
+            raise ApiError(400, message, param="model_path") from None
         return {"weight_version": version}
 
     @routes.get("/weight_version")

@@ -87,7 +87,7 @@ class GrammarMasks:
             token_id = self._start[len(output_token_ids)]
             mask[token_id // 32] |= np.uint32(1 << token_id % 32)
         if continuation.matcher.is_error():
-            self._errors[index] = f"structured output: {continuation.matcher.get_error()}"
+            self._errors[index] = f"structured output: {_reason(continuation.matcher)}"
         elif not mask.any():
             self._errors[index] = "structured output: no token of the model continues it"
         return None if index in self._errors else mask
@@ -131,7 +131,7 @@ class GrammarMasks:
                 if not continuation.matcher.consume_token(output_token_ids[position]):
                     self._errors[index] = (
                         f"structured output: token {output_token_ids[position]} does not continue it: "
-                        f"{continuation.matcher.get_error()}"
+                        f"{_reason(continuation.matcher)}"
                     )
                     return None
             continuation.num_read = position + 1
@@ -179,6 +179,14 @@ class GrammarMasks:
         continuation = _Continuation(matcher, self._first)
         self._continuations[index] = continuation
         return continuation
+
+
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """Why a matcher failed, for a user who does not know llguidance."""
+    reason = matcher.get_error().removesuffix("<non-verbose/>").rstrip()
+    if reason == "NoExtensionBias":
+        return "no text continues it; a rule that only refers to itself, or an empty class of characters, has no end"
+    return reason
 
 
 def reasoning_at_end(

@@ -148,6 +148,9 @@ def test_a_cross_encoder_scores_ranks_and_classifies(ranker_url):
     _, classified = ask(ranker_url, "/classify", {"input": ["w8", "w9"]})
     assert [d["num_classes"] for d in classified["data"]] == [1, 1]
     assert all(0 < d["probs"][0] < 1 for d in classified["data"])
+    for wrong in (5, None, [8]):
+        status, answer = ask(ranker_url, "/score", {"text_1": "w8", "text_2": ["w9", wrong]})
+        assert status == 400 and answer["error"]["message"].endswith(f"got {wrong}")
     status, answer = ask(ranker_url, "/v1/embeddings", {"input": "w8"})
     assert status == 400 and "cannot embed: its tasks are classify" in answer["error"]["message"]
 
@@ -212,6 +215,7 @@ def test_raw_numbers_of_texts_and_of_tokens(url):
     [
         ("/v1/embeddings", {}, 400, "input or messages must be given"),
         ("/v1/embeddings", {"input": []}, 400, "input must not be empty"),
+        ("/v1/embeddings", {"messages": []}, 400, "messages"),
         (
             "/v1/embeddings",
             {"input": ["w8", ""] * 2, "dimensions": 64},

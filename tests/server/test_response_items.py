@@ -66,6 +66,19 @@ def test_reasoning_text_and_calls_are_items(size):
     assert done["item"] == call
 
 
+@pytest.mark.parametrize("pieces", [[("Yes", ["a"]), ("", ["b"])], [("Yes", ["a", "b"])]])
+def test_a_message_has_the_logprobs_of_tokens_without_text(pieces):
+    """Such as special ones at the end, whether they come alone or with others."""
+    output, events = ResponseOutput(OutputParser()), []
+    for text, logprobs in pieces:
+        events += output.feed(text, logprobs)
+    events += output.finish(is_complete=False)
+    (part,) = output.items()[0]["content"]
+    assert (part["text"], part["logprobs"]) == ("Yes", ["a", "b"])
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    assert [entry for delta in deltas for entry in delta["logprobs"]] == ["a", "b"]
+
+
 CALLS = (
     'Well. <tool_call>\n{"name": "now", "arguments": {"city": "Bonn"}}\n</tool_call>'
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'

@@ -103,6 +103,8 @@ def test_weights_come_from_a_checkpoint(url, folder, tmp_path):
     assert choice["weight_versions"] == [[version + 1, 0, 3]]
     status, _, text = ask(url, "/update_weights", {"model_path": str(tmp_path / "none")})
     assert status == 400 and "none" in error_of(text)["message"]
+    status, _, text = ask(url, "/update_weights", {"model_path": "x" * 5000})
+    assert status == 400 and error_of(text)["param"] == "model_path"
     post(url, "/update_weights", {"model_path": str(folder)})
     assert greedy(url) == before
 

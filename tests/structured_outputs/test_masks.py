@@ -100,6 +100,13 @@ def test_a_token_that_does_not_fit_is_an_error(compiler):
     assert source.mask(1, []) is not None
 
 
+@pytest.mark.parametrize("wanted", [{"json": {"$ref": "#"}}, {"regex": r"[^\s\S]"}])
+def test_a_grammar_without_any_text_is_told_in_words(compiler, wanted):
+    source = make(compiler, wanted)
+    assert source.mask(0, []) is None
+    assert source.error(0).startswith("structured output: no text continues it; a rule that only")
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_walks_end_in_outputs_that_fit(compiler, tokenizer, seed):
     rng, schema = random.Random(seed), SCHEMAS[seed]

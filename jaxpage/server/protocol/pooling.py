@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -47,7 +47,7 @@ class InputFields(PoolingFields):
     """For independent texts: `input`, or one conversation as `messages`."""
 
     input: Input | None = None
-    messages: ListOf[dict[str, Any]] | None = None
+    messages: Annotated[ListOf[dict[str, Any]], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
