@@ -164,8 +164,8 @@ def build(
     chosen = family(hf_config)
     if not getattr(hf_config.get_text_config(), "is_causal", True):
         raise ValueError(
-            f"{(hf_config.architectures or ['?'])[0]}: is_causal is false in config.json, so every token sees those after "
-            'it, and none can be generated; such models embed texts, with runner="pooling"'
+            f"{(hf_config.architectures or ['?'])[0]}: is_causal is false in config.json, so tokens see those after "
+            'them, and none can be generated; such models embed texts, with runner="pooling"'
         )
     if not pictures:
         chosen = chosen.text_only or chosen
