@@ -153,6 +153,11 @@ def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(bound):
         sampler.generate([[1], [1] * 500], PARAMS)
     with pytest.raises(ValueError, match="prompts are empty"):
         sampler.generate([], PARAMS)
+    with pytest.raises(ValueError, match="params must be one SamplingParams.*got list"):
+        sampler.generate(PROMPTS, [PARAMS] * len(PROMPTS))
+    for seed in ([1, 2], 0.5, np.array([1, 2])):
+        with pytest.raises(ValueError, match="seed must be an int or a GroupSeeds"):
+            sampler.generate(PROMPTS, PARAMS, seed=seed)
     assert sampler.stats().num_steps == num_steps and sampler.stats().num_running == 0
 
 
