@@ -75,6 +75,9 @@ def load_hf_config(
             f"{file} has model_type {model_type!r}, which this version of transformers does not know"
             f"{'; ' + code if 'auto_map' in values else ''}"
         )
+    if model_type == "mistral" and "layer_types" in values:
+        # As transformers' AutoConfig does: only this class has windows in some layers (Ministral 8B).
+        model_type = values["model_type"] = "ministral"
     try:
         config = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # of many types, according to what is wrong

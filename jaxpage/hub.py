@@ -16,7 +16,8 @@ from typing import Any
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # "gpt2", "Qwen/Qwen3-0.6B"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_OTHERS = ("*.json", "*.txt", "*.model", "*.jinja")
+_OTHERS = ("*.json", "*.txt", "*.model", "*.jinja")  # in subfolders too
+_IN_BUCKETS = (*_OTHERS, "additional_chat_templates/*.jinja")
 # Further copies of the weights, in other formats.
 _IGNORED = ("original/*", "consolidated*", "onnx/*", "openvino/*", "gguf/*")
 
@@ -107,9 +108,11 @@ def small_files(
         )
     folder = Path(tempfile.mkdtemp(prefix="jaxpage-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for pattern in _OTHERS:
+    for pattern in _IN_BUCKETS:
         for file in path.glob(pattern):
-            (folder / file.name).write_bytes(file.read_bytes())
+            copy = folder / file.relative_to(path)
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(file.read_bytes())
     return str(folder)
 
 

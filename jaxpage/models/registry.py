@@ -162,6 +162,11 @@ def build(
     Load weights with `weights.load.load` or `weights.dummy.initialise`. Raises ValueError for what is not supported.
     """
     chosen = family(hf_config)
+    if not getattr(hf_config.get_text_config(), "is_causal", True):
+        raise ValueError(
+            f"{(hf_config.architectures or ['?'])[0]}: is_causal is false in config.json, so tokens see those after "
+            'them, and none can be generated; such models embed texts, with runner="pooling"'
+        )
     if not pictures:
         chosen = chosen.text_only or chosen
     return chosen.module(chosen.config_from_hf(hf_config, dtype=dtype, max_model_len=max_model_len))

@@ -33,12 +33,15 @@ class Binding:
 
     def __init__(self, module: nnx.Module):
         """Raises ValueError for a module without parameters."""
-        # The live variables: a trainer that replaces an array replaces it here.
-        self._sources: dict[str, nnx.Variable] = {
-            name: variable
-            for name, variable in _flat(nnx.state(module)).items()
-            if isinstance(variable, nnx.Param)
+        self._module = module
+        found = nnx.to_flat_state(nnx.state(module, nnx.Param))
+        self._paths: dict[str, tuple[Any, ...]] = {
+            ".".join(map(str, path)): path for path, _ in found
         }
+        # The live variables: a trainer that replaces an array replaces it here.
+        self._sources: dict[str, nnx.Variable] = dict(
+            zip(self._paths, (variable for _, variable in found), strict=True)
+        )
         if not self._sources:
             raise ValueError(f"{type(module).__name__} has no parameters to sample with")
         # The form in which the engine's programs take each of their arrays.
@@ -132,7 +135,13 @@ class Binding:
         return self._read(self._swapped)
 
     def check_usable(self) -> None:
-        """Raise RuntimeError if the engine cannot read an array where and as it is."""
+        """Raise RuntimeError if the engine cannot read an array where and as it is, or would read an old variable."""
+        for name, variable in self._sources.items():
+            if name not in self._swapped and self._variable_of(name) is not variable:
+                raise RuntimeError(
+                    f"the bound module has another nnx.Param as {name} than when the sampler last read it: call "
+                    "update(), which reads it again, before sampling"
+                )
         for name, place, variable in zip(self._names, self._places, self.variables, strict=True):
             leaf = variable.get_raw_value()
             if name and leaf is not None:  # None: `update` is copying it
@@ -163,7 +172,7 @@ class Binding:
                 )
         swapped = dict(self._swapped)
         for name, leaf in leaves.items():
-            if leaf is self._sources[name].get_raw_value():
+            if leaf is self._variable_of(name).get_raw_value():
                 swapped.pop(name, None)
             else:
                 swapped[name] = nnx.Param(leaf)
@@ -175,7 +184,8 @@ class Binding:
 
     def _read(self, swapped: dict[str, nnx.Variable]) -> int:
         """`refresh`, with these arrays in place of the module's from now on."""
-        sources = {name: swapped.get(name, own) for name, own in self._sources.items()}
+        own = {name: self._variable_of(name) for name in self._sources}
+        sources = {name: swapped.get(name, variable) for name, variable in own.items()}
         for name, source in sources.items():
             _check_form(name, source.get_raw_value(), self._forms[name])
         # Nothing is refused from here on.
@@ -192,8 +202,24 @@ class Binding:
             num_bytes += num_copied
             if name in swapped:  # the original array is no longer needed
                 swapped[name] = read[index]
-        self._swapped, self.variables = swapped, read
+        self._sources, self._swapped, self.variables = own, swapped, read
         return num_bytes
+
+    def _variable_of(self, name: str) -> nnx.Variable:
+        """The module's variable of that name now, in place of which it may have got another one."""
+        node: Any = self._module
+        try:
+            for key in self._paths[name]:
+                is_attribute = isinstance(key, str) and not isinstance(node, Mapping)
+                node = getattr(node, key) if is_attribute else node[key]
+        except (AttributeError, LookupError):
+            node = None
+        if not isinstance(node, nnx.Param):
+            raise RuntimeError(
+                f"the bound module has no nnx.Param {name} any more, but {type(node).__name__}: put one there before "
+                "sampling again"
+            )
+        return node
 
     def _copied(self, name: str, leaf: Any, place: Sharding) -> tuple[nnx.Variable, int]:
         """A copy in its place, and the bytes copied: 0 if it has been copied before."""

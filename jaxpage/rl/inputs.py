@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxpage.config import EngineConfig
+from jaxpage.rl.seeds import GroupSeeds
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 
 # Option of the engine -> why a sampler does not support it.
@@ -48,11 +49,28 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | jax.Array) else value
 
 
+def group_seeds(seed: Any) -> GroupSeeds | None:
+    """The seeds of one call, from its `seed`."""
+    if seed is None or isinstance(seed, GroupSeeds):
+        return seed
+    seed = plain(seed)
+    if not isinstance(seed, numbers.Integral):
+        raise ValueError(
+            f"seed must be an int or a GroupSeeds, got {seed!r}; all rows of a call differ by themselves"
+        )
+    return GroupSeeds(int(seed))
+
+
 def sampling_params(
     params: SamplingParams | None, n: int | None, *, has_tokenizer: bool
 ) -> SamplingParams:
     """Params with what a rollout needs; `n` overrides theirs."""
     params = SamplingParams(max_tokens=None) if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise ValueError(
+            f"params must be one SamplingParams, for all prompts, got {type(params).__name__}; where they differ, call "
+            "generate from several threads, which share steps"
+        )
     return dataclasses.replace(
         params,
         n=params.n if n is None else n,

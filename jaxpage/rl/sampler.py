@@ -28,7 +28,13 @@ from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import RequestOutput
 from jaxpage.request import Request
 from jaxpage.rl.binding import Binding
-from jaxpage.rl.inputs import check_options, listed_prompts, plain, sampling_params
+from jaxpage.rl.inputs import (
+    check_options,
+    group_seeds,
+    listed_prompts,
+    plain,
+    sampling_params,
+)
 from jaxpage.rl.logprobs import logprobs, logprobs_of_rows
 from jaxpage.rl.parity import ParityReport, compare
 from jaxpage.rl.rollout import Padded, Rollout, make_rollout
@@ -117,7 +123,7 @@ class Sampler:
             raise ValueError("prompts are empty; give at least one")
         self._binding.check_usable()
         params = sampling_params(params, n, has_tokenizer=not self.config.skip_tokenizer_init)
-        group = seed if isinstance(seed, GroupSeeds | None) else GroupSeeds(int(seed))
+        group = group_seeds(seed)
         version = self._notice_weight_changes() if isinstance(seed, GroupSeeds) else 0
         seeds: list[int] = []
 

@@ -31,7 +31,7 @@ from jaxpage.weights.spec import variables
 FORMATS = ("safetensors", "orbax")
 _FILE_BYTES = 5 * 10**9  # per safetensors file, as in transformers
 # Files of a model besides its weights.
-_OTHER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+_OTHER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
 
 Arrays = Mapping[str, Any]  # by parameter path, of jax or NumPy
 Tensor = list["Part"]  # concatenated along the first axis
@@ -114,7 +114,9 @@ def _copy_files(source: Path, target: Path) -> None:
     for pattern in _OTHER_FILES:
         for file in source.glob(pattern):
             if file.name not in (INDEX, "commit_success.txt"):  # the latter is Orbax's
-                shutil.copyfile(file, target / file.name)
+                copy = target / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     if config.pop("quantization_config", None) is not None:  # the values are dequantized
         text = json.dumps(config, indent=2) + "\n"

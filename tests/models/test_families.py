@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.attention import DenseAttention
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.registry import REGISTRY, Family, build
@@ -231,3 +232,14 @@ def test_a_config_is_read_as_transformers_reads_it(family, edit, tmp_path):
     token_ids = tokens(1, 40)
     expected = checkpoints.torch_logits(path, token_ids)
     np.testing.assert_allclose(logits(loaded(path), token_ids), expected, atol=1e-4, rtol=0)
+
+
+def test_a_mistral_with_layer_types_has_a_window_in_these_layers_only(tmp_path):
+    kinds = ["full_attention", "sliding_attention"]
+    path = checkpoints.build("mistral", 0, tmp_path, sliding_window=7, layer_types=kinds)
+    model = build(load_hf_config(str(path)), dtype="float32")
+    assert model.config.windows == (None, 7)
+    token_ids = tokens(1, 40)
+    expected = checkpoints.torch_logits(path, token_ids)
+    found = logits(load(model, path, use_tqdm=False), token_ids)
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)

@@ -52,6 +52,7 @@ def test_config_without_architecture_names_its_model_type():
         ({"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "'axial'; supported are"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "needs 'factor'"),
         ({"head_dim": 7}, "rotate 7 of 7 dimensions"),
+        ({"is_causal": False}, "is_causal is false in config.json"),
     ],
 )
 def test_unsupported_config_is_refused(changes, message):

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +153,11 @@ def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(bound):
         sampler.generate([[1], [1] * 500], PARAMS)
     with pytest.raises(ValueError, match="prompts are empty"):
         sampler.generate([], PARAMS)
+    with pytest.raises(ValueError, match="params must be one SamplingParams.*got list"):
+        sampler.generate(PROMPTS, [PARAMS] * len(PROMPTS))
+    for seed in ([1, 2], 0.5, np.array([1, 2])):
+        with pytest.raises(ValueError, match="seed must be an int or a GroupSeeds"):
+            sampler.generate(PROMPTS, PARAMS, seed=seed)
     assert sampler.stats().num_steps == num_steps and sampler.stats().num_running == 0
 
 
@@ -185,6 +191,29 @@ def test_a_replaced_parameter_is_sampled_with_and_finds_no_old_kv(bound, path):
         np.testing.assert_allclose(rollout.logprobs, again.logprobs, atol=1e-5)
     finally:
         fresh.shutdown()
+
+
+def test_another_variable_in_the_module_is_read_by_update_and_no_old_one_is_sampled_with(bound):
+    module, sampler = bound
+    sampler.update()
+    old = module.model.norm.weight
+    version = sampler.version
+    try:
+        module.model.norm.weight = nnx.Param(old.get_value() * 2)
+        with pytest.raises(RuntimeError, match=r"another nnx.Param as model.norm.weight .* update"):
+            sampler.generate(PROMPTS, PARAMS)
+        assert sampler.update() == version + 1
+        rollout = sampler.generate(PROMPTS, PARAMS, seed=2)
+        np.testing.assert_allclose(
+            rollout.logprobs[rollout.mask], dense_logprobs(module, rollout, 0.8), atol=2e-5
+        )
+        module.model.norm.weight = old.get_value()
+        for call in (sampler.update, partial(sampler.generate, PROMPTS, PARAMS)):
+            with pytest.raises(RuntimeError, match=r"no nnx.Param model.norm.weight any more"):
+                call()
+    finally:
+        module.model.norm.weight = old
+        sampler.update()
 
 
 def test_update_copies_nothing_and_compiles_nothing(bound):

@@ -22,6 +22,7 @@ from jaxpage.config import EngineConfig
 from jaxpage.demo import checkpoint
 from jaxpage.engine_spec import make_engine_spec
 from jaxpage.models.registry import build
+from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights import orbax
 from jaxpage.weights import save as save_module
 from jaxpage.weights.convert import convert
@@ -232,6 +233,18 @@ def test_a_model_in_a_bucket(demo, bucket, tmp_path):
     (bucket / "run" / "config.json").unlink()
     with pytest.raises(ValueError, match="gs://bucket/run/config.json does not exist; give hf_con"):
         EngineConfig(model="gs://bucket/run").with_local_files()
+
+
+def test_every_chat_template_is_copied(demo, bucket, tmp_path):
+    source = Path(shutil.copytree(demo, tmp_path / "source"))
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    expected = load_tokenizer(str(source)).chat_template
+    assert list(expected) == ["default", "tool_use"]
+    converted = convert(source, bucket / "run")
+    copied = EngineConfig(model="gs://bucket/run").with_local_files().hf_config_path
+    for folder in (converted, copied):
+        assert load_tokenizer(str(folder)).chat_template == expected
 
 
 def test_a_bucket_without_the_package_that_reads_it(monkeypatch):
