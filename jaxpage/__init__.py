@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jaxpage.pooling.params import PoolerConfig, PoolingParams
     from jaxpage.reasoning import ReasoningConfig
     from jaxpage.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from jaxpage.speculation import SpeculativeConfig
     from jaxpage.structured_outputs import (
         GuidedDecodingParams,
         StructuredOutputsConfig,
@@ -55,6 +56,7 @@ _HOME = {
     "SamplingParams": "sampling_params",
     "GuidedDecodingParams": "structured_outputs",
     "StructuredOutputsConfig": "structured_outputs",
+    "SpeculativeConfig": "speculation",
     "StructuredOutputsParams": "structured_outputs",
     "BeamSearchParams": "sampling_params",
     "TextPrompt": "inputs",
@@ -110,6 +112,7 @@ __all__ = [
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "SpeculativeConfig",
     "StepFailedError",
     "StructuredOutputsConfig",
     "StructuredOutputsParams",

@@ -233,6 +233,10 @@ def measured_step_memory(spec: EngineSpec, bucket: Bucket) -> int:
     with spec.on_target():
         programs = [
             compile_program(name, lowerings.programs[name])
-            for name in (*bucket.programs(bucket.num_rows), *lowerings.encoders[-1:])
+            for name in (
+                *bucket.programs(bucket.num_rows),
+                *lowerings.verifiers[-1:],
+                *lowerings.encoders[-1:],
+            )
         ]
     return lowerings.state_bytes + step_bytes(programs)

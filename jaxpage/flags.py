@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,13 +99,20 @@ class ServerFlags(ServerOptions):
 
 
 def given_options(flags: Any, defaults: type | None = None) -> dict[str, Any]:
-    """What differs from the defaults, those of another class of flags if one is named."""
+    """What differs from the defaults, those of another class of flags if one is named. As JSON can hold it."""
     given: dict[str, Any] = {
-        f.name: list(value) if isinstance(value, tuple) else value
+        f.name: _in_json(value)
         for f in fields(defaults or flags)
         if (value := getattr(flags, f.name)) != f.default
     }
     return given | given.pop("of_vllm", {})
+
+
+def _in_json(value: Any) -> Any:
+    """Tuples as lists, and configs as the dicts that they can be made of."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def check_writable(file: Path) -> None:

@@ -141,7 +141,8 @@ class Sequence:
     index: int  # 0 .. n-1
     token_ids: list[int]  # prompt and output tokens that the host knows
     max_len: int  # tokens at which the sequence ends: min(prompt + max_tokens, max_model_len)
-    num_computed_tokens: int = 0  # tokens whose KV is in the pool once all launched steps are done
+    # tokens whose KV is in the pool once all launched steps are done, without drafts, which count when collected
+    num_computed_tokens: int = 0
     num_in_flight: int = 0  # sampled by launched steps, not yet collected
     # The last so many of `token_ids` were appended by the host, and the device does not have them yet.
     num_unsent_tokens: int = 0

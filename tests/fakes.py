@@ -111,7 +111,6 @@ class FakeDrafts:
 
     def __init__(self, num_tokens: int, max_model_len: int):
         self.num_tokens, self.max_model_len = num_tokens, max_model_len
-        self.num_right = 0
 
     def drafts(self, sequence: Sequence, most: int) -> list[int]:
         if most < 1 or not may_have_drafts(sequence.request):
@@ -120,7 +119,6 @@ class FakeDrafts:
         first = sequence.num_output_tokens
         drafts = wanted[first : first + min(most, self.num_tokens)]
         wrong = hash((first, *drafts)) % 5  # which one, if there are so many
-        self.num_right += wrong > 0 and bool(drafts)
         return [(t + (i >= wrong)) % VOCAB_SIZE for i, t in enumerate(drafts)]
 
 

@@ -210,15 +210,17 @@ def _time(job: CompileJob, program: Program) -> dict[str, Any]:
 
 
 def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
-    """The layers of the largest decode step, the largest `forward` and `sample` programs, and the largest encoder."""
+    """The layers of the largest decode step, and the largest `forward` and `sample` programs. If there are any, the
+    largest `verify` program and the largest encoder.
+    """
     buckets = job.spec.buckets
     decode = [bucket for bucket in buckets if bucket.decode][-1]
     layers = f"layers R={decode.num_rows}"
     forward, sample = buckets[-1].programs(buckets[-1].num_rows)
     lowerings = job.lowerings.programs | {layers: partial(job.lowerings.layers_of, decode)}
-    encoders = job.lowerings.encoders[-1:]
+    others = (*job.lowerings.verifiers[-1:], *job.lowerings.encoders[-1:])
     # The longest compilation first: there may be fewer threads than programs.
-    order = (forward, sample, layers, *encoders)
+    order = (forward, sample, layers, *others)
     report({"compiling": order})
 
     def compile_one(name: str) -> dict[str, Any]:
@@ -228,7 +230,7 @@ def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
 
     with ThreadPoolExecutor(min(num_cores(), len(order))) as pool:
         found = dict(zip(order, pool.map(compile_one, order), strict=True))
-    return [found[name] for name in (layers, forward, sample, *encoders)]
+    return [found[name] for name in (layers, forward, sample, *others)]
 
 
 class Memory(NamedTuple):
@@ -241,15 +243,15 @@ class Memory(NamedTuple):
 def largest_step_bytes(programs: list[dict[str, Any]], decode_steps: int) -> int:
     """Upper bound of what a step, or a launch of `decode_steps` decode steps, needs besides weights, state and pool.
 
-    `programs`: the layers of a decode step, forward, sample, and an encoder if there is one; or none, for 0 bytes.
+    `programs`: the layers of a decode step, forward, sample, and those that only some engines have; or none: 0 bytes.
     """
     if not programs:
         return 0
-    layers, forward, sample, *encoders = (
+    layers, forward, sample, *others = (
         Memory(p["temp_bytes"], p["result_bytes"]) for p in programs
     )
     decode = Memory(layers.temp_bytes + sample.temp_bytes, decode_steps * sample.result_bytes)
-    return max(step_bytes([decode]), step_bytes([forward, sample, *encoders]))
+    return max(step_bytes([decode]), step_bytes([forward, sample, *others]))
 
 
 def _cached_or_measured(

@@ -62,7 +62,7 @@ class Scheduler:
         pictures: PictureCache | None = None,
         speculative: SpeculativeConfig | None = None,
     ):
-        """`speculative`: rows that decode have drafts, so each step must be collected before another is planned.
+        """`speculative`: rows that decode have drafts. Then collect each step before the next is planned.
 
         Raises ValueError for limits below 1, or if there is no room for one prompt token and one output token."""
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len, decode_steps)
@@ -230,7 +230,9 @@ class Scheduler:
             end = start + count
             if end > sequence.writable_len and not self._make_room(step, sequence, end):
                 break  # it was preempted itself, so it was the last one
-            drafts = self._drafts(step, sequence, start, budget - count)
+            # Each sequence behind it may need a token.
+            spare = budget - count - (len(running) - index)
+            drafts = self._drafts(step, sequence, start, spare)
             if step.add_row(sequence, start, count, known):
                 self._fork(step, sequence)
             if drafts:
@@ -238,21 +240,19 @@ class Scheduler:
             budget -= count + len(drafts)
         return budget if self.counters.num_preemptions == num_preemptions else 0
 
-    def _drafts(
-        self, step: ScheduledStep, sequence: Sequence, start: int, budget: int
-    ) -> list[int]:
-        """Guesses at the next tokens of a sequence that decodes, which has blocks for them.
+    def _drafts(self, step: ScheduledStep, sequence: Sequence, start: int, most: int) -> list[int]:
+        """Up to `most` guesses at the next tokens of a sequence that decodes, which has blocks for them.
 
-        Other sequences may need a block each in this step, and none is preempted for a guess.
+        Blocks are left for a token of each other sequence, so that none that decodes is preempted for a guess.
         """
         known = len(sequence.token_ids)
         if self.lookup is None or start != known - 1 or not sequence.num_output_tokens:
             return []
         # The last token is sampled, and its KV is never needed.
-        drafts = self.lookup.drafts(sequence, min(budget, sequence.max_len - 1 - known))
-        end = known + len(drafts)
+        drafts = self.lookup.drafts(sequence, min(most, sequence.max_len - 1 - known))
+        end, reserve = known + len(drafts), len(self.running) * len(self.kv.windows)
         if end > sequence.writable_len and not self.kv.grow(
-            step.plan, sequence, end, reserve=len(self.running)
+            step.plan, sequence, end, reserve=reserve
         ):
             return []
         return drafts

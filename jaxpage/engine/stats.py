@@ -46,7 +46,7 @@ class EngineStats:
     num_weight_changes: int = 0  # how often parameters were replaced
     num_encoded_pictures: int = 0  # videos included; one encoded twice counts twice
     # With `record_expert_load`, for each layer that has experts: how many tokens were routed to each of them.
-    # Recomputed tokens count again, those found in the prefix cache do not count.
+    # Recomputed tokens and wrong drafts count too, those found in the prefix cache do not.
     expert_load: tuple[tuple[int, ...], ...] = ()
     num_failed_replicas: int = 0  # removed after failures; 1 or 0 in the counters of one replica
     replicas: tuple[EngineStats, ...] = ()  # with several replicas, the counters of each

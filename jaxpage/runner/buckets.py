@@ -1,7 +1,8 @@
 """The padded sizes for which programs are compiled, and which of them a plan uses.
 
 A decode step is one program. Any other step is two: `forward`, sized by tokens, and `sample`, sized by rows, so the
-numbers of token sizes and row sizes add up instead of multiplying. A step of late rows only is just `sample`.
+numbers of token sizes and row sizes add up instead of multiplying. A step of late rows only is just `sample`. In steps
+with drafts `verify`, which has the same sizes, takes the place of `sample`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from jaxpage.plan import StepPlan
 
-MAX_PROGRAMS = 24  # of steps; the others are in `runner.calls`
+MAX_PROGRAMS = 24  # of steps, without two of `verify`; the others are in `runner.calls`
 SMALLEST_ROWS = 2  # XLA's fast bf16 matmul on CPU needs two rows; elsewhere this costs nothing
 FEW_ROWS = 8  # a single prompt should not pay for the LM head of max_num_seqs rows
 FEW_TOKENS = 16  # smaller steps cost about the same, the time to read the weights
@@ -66,7 +67,7 @@ def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Buc
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The programs of a plan: the bucket of its tokens, if it has any, and the `sample` program, if it needs one."""
+    """The programs of a plan: the bucket of its tokens, if it has any, and `sample` or `verify`, if it needs one."""
 
     bucket: Bucket | None
     sample: str | None
@@ -84,7 +85,7 @@ def fitting_programs(buckets: Sequence[Bucket], plan: StepPlan) -> list[StepProg
     """Every choice of programs that fits the plan, smallest first."""
     name = verify_name if plan.drafts else sample_name
     if plan.total_tokens == 0:  # all rows are late
-        return [StepPrograms(None, name(buckets[-1].sample_rows(plan.num_rows)))]
+        return [StepPrograms(None, sample_name(buckets[-1].sample_rows(plan.num_rows)))]
     return [
         StepPrograms(b, None if b.decode else name(b.sample_rows(plan.num_rows)))
         for b in fitting_buckets(buckets, plan)

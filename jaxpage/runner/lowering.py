@@ -335,7 +335,7 @@ def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
             for b in buckets
         },
         **{sample_name(rows): rows_layout(rows) for rows in sample_sizes},
-        **{verify_name(rows): rows_layout(rows, has_drafts=True) for rows in sample_sizes},
+        **{verify_name(n): rows_layout(n, has_drafts=True) for n in sample_sizes if drafts},
     }
 
 

@@ -95,7 +95,8 @@ class Runner:
         moving = [calls.READ, calls.WRITE] if self.host_memory is not None else []
         small = [calls.ADMIT, calls.SET_MASKS, calls.SET_TOKENS]
         small += [calls.LOAD_ADAPTER] if self._spec.num_adapters else []
-        then += [*self._lowerings.verifiers, *self._lowerings.encoders]
+        # The second token of a prompt may already have drafts.
+        then = [*self._lowerings.verifiers, *then, *self._lowerings.encoders]
         self.programs.start([*small, *first, *then, *moving, calls.SCORE, calls.VOCABULARY])
         self._allocate()
         self.programs.wait_for([[calls.ADMIT, *first]])

@@ -3,7 +3,7 @@
 `decode(leaves, kv_pool, request_state, packed) -> (kv_pool, request_state, result)`: unpack the batch, embed, layers,
 final norm, LM head, masks, sample, logprobs, and again. Other steps do the same once, in two programs: `forward` leaves
 the hidden states of the rows' last tokens in the request state, `sample` goes on from there, at once or in a later
-step. Pool and request state are donated.
+step. `verify` takes its place if rows have drafts. Pool and request state are donated.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Step:
             drafts = state["token_ids"][slots, now["starts"] + rows["num_tokens"]]
             state, sampled, samples = self._sample_rows(self._model(weights), hidden, state, now)
             goes_on = samples & (index < num_drafts) & (sampled.token_ids == drafts)
-            goes_on = goes_on.astype(jnp.int32)
+            goes_on = (goes_on & ~state["finished"][slots]).astype(jnp.int32)
             return index + 1, state, goes_on, result.with_step(index, sampled, samples)
 
         result = empty_result(1 + self.spec.num_drafts, slots.size, self.spec)

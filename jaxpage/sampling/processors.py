@@ -48,4 +48,5 @@ def check_processors(processors: Any) -> tuple:
 # Fields of the request state that do not belong to the sampler.
 _RESERVED = {
     "slot", "token_ids", "block_tables", "prompt_len", "max_len", "sequence_index", "finished", "hidden",
+    "draft_hidden",
 }  # fmt: skip

@@ -74,6 +74,17 @@ def test_each_request_has_what_it_asks_for(tmp_path):
             ],
             "names seed are in use",
         ),
+        (
+            [
+                SamplerFeature(
+                    name="x",
+                    fields=(SlotField(name="draft_hidden", value=only),),
+                    asked=only,
+                    apply=negate,
+                )
+            ],
+            "names draft_hidden are in use",
+        ),
     ],
 )
 def test_what_is_no_processor_is_refused(tmp_path, processors, message):

@@ -4,7 +4,8 @@ import pytest
 
 from jaxpage.engine.drafts import PromptLookup
 from jaxpage.engine.sequences import new_sequence
-from jaxpage.request import Sequence
+from jaxpage.plan import StepPlan
+from jaxpage.request import Request, Sequence
 from jaxpage.speculation import SpeculativeConfig
 from tests.engine.harness import assert_expected, make_engine, run
 from tests.fakes import FakeMaskSource, make_beam_request, make_request
@@ -78,24 +79,64 @@ def test_rows_that_need_the_host_for_each_token_have_no_drafts():
     assert all(lookup().drafts(sequence, 10) == [] for sequence in (masked, whole, beam))
 
 
+def same_requests(num: int, **options) -> list[Request]:
+    return [make_request(str(i), [i, 1, 2], seed=i, **options) for i in range(num)]
+
+
 def test_right_drafts_save_steps_and_are_counted():
-    requests = [make_request(str(i), [i, 1, 2], max_tokens=20, seed=i) for i in range(3)]
-    plain = make_engine()
-    run(plain, *requests)
-    again = [make_request(str(i), [i, 1, 2], max_tokens=20, seed=i) for i in range(3)]
-    engine = make_engine(num_drafts=4)
-    run(engine, *again)
-    assert_expected(engine, *again)
+    plain, engine = make_engine(), make_engine(num_drafts=4)
+    run(plain, *same_requests(3, max_tokens=20))
+    requests = same_requests(3, max_tokens=20)
+    run(engine, *requests)
+    assert_expected(engine, *requests)
     stats = engine.stats()
     assert stats.num_steps < plain.stats().num_steps
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens <= 4 * stats.num_drafts
     assert stats.generation_tokens == plain.stats().generation_tokens
+    # Nothing is computed twice but what stood in the place of a wrong draft.
+    wrong = stats.num_draft_tokens - stats.num_accepted_tokens
+    assert engine.runner.num_computed_tokens == plain.runner.num_computed_tokens + wrong
 
 
-def test_no_sequence_is_preempted_for_a_guess():
-    """Two blocks of four tokens for each of two sequences are all there are."""
-    engine = make_engine(num_drafts=4, num_blocks=5, block_size=4, max_model_len=8)
-    requests = [make_request(str(i), [i, 1], max_tokens=6) for i in range(2)]
+def test_drafts_leave_a_token_of_the_budget_for_each_other_row():
+    plain, engine = (make_engine(max_num_batched_tokens=16, num_drafts=number) for number in (0, 8))
+    run(plain, *same_requests(8, max_tokens=20))
+    requests = same_requests(8, max_tokens=20)
     run(engine, *requests)
     assert_expected(engine, *requests)
-    assert engine.stats().num_preemptions == 0
+    # A few more, because prompts get what drafts leave.
+    assert engine.stats().num_steps <= plain.stats().num_steps + 3
+
+
+@pytest.mark.parametrize("windows", [(None,), (30, None), (30, 30, None)])
+def test_no_sequence_is_preempted_for_a_guess(windows):
+    """Once a draft has taken a block in a step, nothing is preempted in it any more."""
+    num_preemptions = num_drafts_with_blocks = 0
+    for num_blocks in range(15 * len(windows), 40 * len(windows), 3):
+        engine = make_engine(
+            num_drafts=6, num_blocks=num_blocks, block_size=2, windows=windows, max_num_seqs=6
+        )
+        scheduler = engine.scheduler
+        make_room = scheduler._make_room
+
+        def watched(step, sequence, end, scheduler=scheduler, make_room=make_room):
+            before = scheduler.counters.num_preemptions
+            found = make_room(step, sequence, end)
+            assert scheduler.counters.num_preemptions == before or not took_blocks(step.plan)
+            return found
+
+        scheduler._make_room = watched
+        requests = same_requests(6, max_tokens=25)
+        run(engine, *requests)
+        assert_expected(engine, *requests)
+        num_preemptions += engine.stats().num_preemptions
+        num_drafts_with_blocks += sum(took_blocks(step.plan) for step in engine.steps)
+    assert num_preemptions > 20 and num_drafts_with_blocks > 20
+
+
+def took_blocks(plan: StepPlan) -> bool:
+    """Whether a row has gained blocks that its last known token alone does not need."""
+    starts = {plan.slots[row]: plan.starts[row] for row in plan.drafts}
+    return any(
+        slot in starts and index > starts[slot] // 2 for slot, _, index, _ in plan.table_updates
+    )
