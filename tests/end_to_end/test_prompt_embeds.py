@@ -45,7 +45,11 @@ def llm(path):
     return checkpoints.make_llm(path, **options)
 
 
+# Gemma scales embeddings, and has windows.
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", ["gemma3", pytest.param("llama", marks=pytest.mark.deep)], indirect=True
+)
 def test_embeddings_of_tokens_answer_as_the_tokens_do_beside_them(path):
     """Alone, mixed with prompts of tokens, in chunks, preempted, and found in the cache."""
     prompts = prompts_of(*LENGTHS)
