@@ -58,6 +58,7 @@ class WantedCaptures:
 
     points: tuple[str, ...]  # all that the engine captures
     wanted: tuple[tuple[int, Where], ...]
+    hidden_size: int  # E
 
     def within(self, start: int, end: int) -> list[int]:
         """The positions in `start .. end` at which any point is captured, ascending."""
@@ -72,12 +73,13 @@ class WantedCaptures:
 
     def by_point(self, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Mapping[str, Captured]:
         """Captured values by point. `parts`: (positions int32[n], values float32[n, J, E] at J captured points), in the
-        order of positions.
+        order of positions. A point at which nothing was captured has arrays without rows.
         """
-        if not parts:
-            return {}
-        positions = np.concatenate([positions for positions, _ in parts])
-        values = np.concatenate([values for _, values in parts])
+        nothing = (
+            np.zeros(0, np.int32),
+            np.zeros((0, len(self.points), self.hidden_size), np.float32),
+        )
+        positions, values = (np.concatenate(arrays) for arrays in zip(nothing, *parts, strict=True))
         found = {}
         for index in dict.fromkeys(index for index, _ in self.wanted):
             here = np.zeros(len(positions), bool)
@@ -107,4 +109,4 @@ def wanted_captures(
                 f"{each.pattern!r} is not among the captures of ResearchConfig: {', '.join(spec.captures)}"
             )
         wanted.update((index, each.positions.resolve(prompt_len)) for index in found)
-    return WantedCaptures(spec.captures, tuple(sorted(wanted)))
+    return WantedCaptures(spec.captures, tuple(sorted(wanted)), spec.hidden_size)

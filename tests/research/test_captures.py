@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.captures import wanted_captures
 from jaxpage.replay import replay
 from jaxpage.research import (
     ResearchConfig,
@@ -17,6 +18,7 @@ from jaxpage.research import (
     prompt,
     run_with_cache,
 )
+from jaxpage.research_config import ResearchSpec
 from jaxpage.rl import load_module
 from tests import checkpoints
 from tests.few_programs import few_programs
@@ -191,6 +193,19 @@ def test_an_answer_that_stops_early_has_values_of_its_tokens_only(llm, dense):
     assert len(output.outputs[0].token_ids) == first + 1
     for positions, _ in output.outputs[0].captures.values():
         assert positions.tolist() == EVERY[37 : 37 + first]
+
+
+def test_an_answer_of_one_token_has_points_without_values():
+    """Its only token is never computed."""
+    spec = ResearchSpec(
+        points=(), captures=(PRE, POST, LAST), max_interventions=1, hidden_size=SIZE
+    )
+    wanted = wanted_captures([capture(PRE, generated()), capture(LAST, generated())], 3, spec)
+    found = wanted.by_point([])
+    assert list(found) == [PRE, LAST]
+    for positions, values in found.values():
+        assert positions.shape == (0,) and values.shape == (0, SIZE)
+        assert positions.dtype == np.int32 and values.dtype == np.float32
 
 
 @pytest.mark.slow

@@ -239,6 +239,7 @@ def test_requests_are_refused_before_anything_changes(llm, path):
         (lambda: replace("a", [[1.0]], prompt()), r"one axis, got \[1, 1\]"),
         (lambda: add("a", {"a": 1}, prompt()), "has numbers"),
         (lambda: scale("a", float("inf"), prompt()), "finite"),
+        (lambda: scale("a", 10**400, prompt()), "finite"),
         (lambda: scale("a", 1.0, slice(-3, None)), "at least 0"),
         (lambda: scale("a", 1.0, slice(0, 4, 0)), "at least 1"),
         (lambda: scale("a", 1.0, 3), "positions must be"),
