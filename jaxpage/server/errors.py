@@ -83,7 +83,7 @@ def to_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> 
         case RequestValidationError():
             return _of_validation(error)
         case HTTPException():
-            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+            return ApiError(error.status_code, _detail(error), headers=error.headers)
         case ValueError() | TypeError():
             return ApiError(400, str(error), param=_param(str(error), fields))
         case EngineAsleepError():
@@ -92,6 +92,13 @@ def to_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> 
             return ApiError(503, str(error))
         case _:
             return _of_server(error)
+
+
+def _detail(error: HTTPException) -> str:
+    # FastAPI's own text for bodies that are no UTF-8, too deep or have too large numbers does not say which.
+    cause = error.__cause__
+    is_unread = error.status_code == 400 and isinstance(cause, ValueError | RecursionError)
+    return f"the body cannot be read: {cause}" if is_unread else str(error.detail)
 
 
 def _param(message: str, fields: frozenset[str]) -> str | None:
@@ -124,6 +131,6 @@ def _of_validation(error: RequestValidationError) -> ApiError:
         )
     for entry in error.errors()[:5]:
         where = ".".join(str(part) for part in entry["loc"] if part != "body")
-        complaints.append(f"{where}: {entry['msg']}" if where else str(entry["msg"]))
+        complaints.append(f"{where or 'the body'}: {entry['msg']}")
     first = [str(part) for part in error.errors()[0]["loc"] if part not in ("body", "query")]
     return ApiError(400, "; ".join(complaints), param=first[0] if first else None)
