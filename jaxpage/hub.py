@@ -31,7 +31,8 @@ def local_folder(
     token: bool | str | None = None,
     needs_weights: bool = True,
 ) -> str:
-    """The folder (or file) `name`, else that of the model of this name on the hub. A place in a bucket stays as it is.
+    """The folder `name` (a file too, without weights), else that of the model of this name on the hub. A place in a
+    bucket stays as it is.
 
     The cache is Hugging Face's (HF_HOME, HF_HUB_CACHE), or `download_dir`. What is there is used
     without asking the network, so a `revision` such as "main" is the one of the download. What is
@@ -41,6 +42,8 @@ def local_folder(
     path = Path(name).expanduser()
     if is_url(name):
         return name
+    if needs_weights and path.is_file():
+        raise ValueError(f"{option}={name!r} is a file; give the folder that it is in")
     if path.exists():
         return str(path)
     if not _NAME.fullmatch(name) or name.startswith("."):

@@ -113,6 +113,13 @@ def test_what_is_missing_is_downloaded(cache, monkeypatch):
     assert "*.safetensors" in given["allow_patterns"] and "*.bin" not in given["allow_patterns"]
 
 
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_file_in_place_of_a_folder_is_told(cache, file):
+    model = str(snapshot(cache) / file)
+    with pytest.raises(ValueError, match=rf"model='.*{file}' is a file; give the folder"):
+        LLM(model)
+
+
 def test_an_llm_starts_from_a_name(cache):
     options = {"max_model_len": 64, "max_num_seqs": 1, "num_gpu_blocks_override": 8}
     llm = LLM(NAME, download_dir=str(cache), enforce_eager=True, **options)

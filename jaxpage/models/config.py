@@ -180,4 +180,8 @@ def _layer_types(hf: PretrainedConfig) -> list[str]:
             f"layer_types has {len(kinds)} entries for {hf.num_hidden_layers} layers; "
             "correct config.json"
         )
+    if _SLIDING in kinds and hf.sliding_window is not None and hf.sliding_window < 1:
+        raise ValueError(
+            f"sliding_window is {hf.sliding_window} in config.json; it must be a positive number of tokens, or null"
+        )
     return kinds

@@ -36,7 +36,8 @@ def pools(options: EngineConfig) -> bool:
         found = pooling_registry.architecture(_hf_config(options))
     except ValueError:
         return False
-    return found is not None and (not found.generates or has_modules(Path(options.model)))
+    folder = Path(options.model)
+    return found is not None and (not found.generates or folder.is_dir() and has_modules(folder))
 
 
 def read_architecture(options: EngineConfig) -> tuple[PretrainedConfig, Architecture]:

@@ -74,6 +74,13 @@ def test_layers_without_a_known_kind_of_attention_are_refused(layer_types, messa
         build(config, dtype="float32")
 
 
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_without_a_token_is_refused(window):
+    config = transformers.MistralConfig(sliding_window=window, architectures=["MistralForCausalLM"])
+    with pytest.raises(ValueError, match=f"sliding_window is {window} in config.json"):
+        build(config, dtype="float32")
+
+
 @pytest.mark.parametrize("architecture", [name for name in REGISTRY if name.endswith("CausalLM")])
 def test_a_model_has_windows_if_that_of_transformers_has(architecture):
     """A config.json may name one without."""
