@@ -49,7 +49,8 @@ def requests() -> tuple[list[dict], list[SamplingParams]]:
     ],
 )
 def test_tokens_are_those_without_drafts(family, options, tmp_path):
-    path = checkpoints.build(family, 0, tmp_path)
+    layers = {} if family == "gemma3" else {"num_hidden_layers": 1}
+    path = checkpoints.build(family, 0, tmp_path, **layers)
     prompts, params = requests()
     expected = answers(make_llm(path, **options), prompts, params)
     llm = make_llm(path, speculative_config=LOOKUP, **options)
@@ -61,7 +62,7 @@ def test_tokens_are_those_without_drafts(family, options, tmp_path):
 
 @pytest.mark.slow
 def test_in_strict_numerics_no_bit_depends_on_drafts(tmp_path, as_users_compile):
-    path = checkpoints.build("qwen2", 0, tmp_path)
+    path = checkpoints.build("qwen2", 0, tmp_path, num_hidden_layers=1)
     prompts, params = requests()
     prompts, params = prompts[2:5], params[2:5]
     with as_users_compile():
@@ -74,7 +75,7 @@ def test_in_strict_numerics_no_bit_depends_on_drafts(tmp_path, as_users_compile)
 @pytest.mark.slow
 def test_rows_without_drafts_share_steps_with_others(tmp_path):
     """One that ends early, one with the logprobs of the whole vocabulary; nothing compiles for either."""
-    path = checkpoints.build("qwen2", 0, tmp_path)
+    path = checkpoints.build("qwen2", 0, tmp_path, num_hidden_layers=1)
     prompts, params = requests()
     expected = answers(make_llm(path), prompts, params)
     llm = make_llm(path, speculative_config=LOOKUP)
