@@ -189,3 +189,7 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    def num_lacking_blocks(self, length: int) -> int:
+        """How many blocks its tables need to have `length` entries each."""
+        return sum(max(length - len(table), 0) for table in self.block_tables)

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxpage.engine.beams import Survivor
-from jaxpage.engine.kv_cache import KVCache, num_lacking
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.kv_groups import num_seen_blocks
 from jaxpage.plan import StepResult
@@ -120,7 +120,7 @@ def num_reserved_blocks(kv: KVCache, sequence: Sequence) -> int:
         if beam.waiting_for is not None:
             continue
         if beam is not sequence:
-            lacking += num_lacking(beam, -(-len(beam.token_ids) // size))
+            lacking += beam.num_lacking_blocks(-(-len(beam.token_ids) // size))
         index, offset = divmod(beam.num_computed_tokens, size)
         if offset:
             written.update(table[index] for table in beam.block_tables)

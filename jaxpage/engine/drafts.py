@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.request import Request, Sequence
 from jaxpage.speculation import SpeculativeConfig
 
@@ -42,6 +43,25 @@ class PromptLookup:
         whole = found[found <= len(tokens) - most]
         first = whole[-1] if whole.size else found[0]
         return tokens[first : first + most].tolist()
+
+
+def add_drafts(step: ScheduledStep, lookup: PromptLookup, budget: int) -> None:
+    """Add drafts to the rows that decode, from the tokens and the blocks that all other rows leave.
+
+    `collect` counts those that were right as computed.
+    """
+    plan = step.plan
+    for row, sequence in enumerate(step.sequences):
+        decodes = plan.samples[row] and plan.num_tokens[row] == 1 and sequence.num_output_tokens
+        if not decodes or sequence in step.admitted:
+            continue
+        known = len(sequence.token_ids)
+        # The last token is sampled, and its KV is never needed.
+        drafts = lookup.drafts(sequence, min(budget, sequence.max_len - 1 - known))
+        if drafts and step.kv.lengthen(plan, sequence, known + len(drafts)):
+            plan.drafts[row] = drafts
+            plan.num_tokens[row] += len(drafts)
+            budget -= len(drafts)
 
 
 def may_have_drafts(request: Request) -> bool:

@@ -20,7 +20,7 @@ from jaxpage.kv_groups import Windows, first_seen_block, widest_window
 from jaxpage.plan import NULL_BLOCK, BlockTransfers, StepPlan
 from jaxpage.request import Sequence
 
-SHARE_AHEAD = 16  # at most one in this many free blocks is held for the later steps of a launch
+SHARE_AHEAD = 16  # at most one of so many free blocks is held for later steps, or for drafts
 
 
 class KVCache:
@@ -153,7 +153,7 @@ class KVCache:
             self._set_writable_len(sequence)
             return True
         length = -(-end // size)
-        needed = self.num_copies(sequence) + num_lacking(sequence, length)
+        needed = self.num_copies(sequence) + sequence.num_lacking_blocks(length)
         if needed + reserve > pool.num_free:
             return False
         if copies:
@@ -252,13 +252,13 @@ class KVCache:
         size, starts = self.block_size, plan.starts
         longest = max(s.max_len - start for s, start in zip(sequences, starts, strict=True))
         num_steps = min(num_steps, longest - 1)
-        lengths: list[int] = []
+        lengths, lacking = list[int](), Sequence.num_lacking_blocks
         while num_steps > 1:
             lengths = [
                 -(-min(start + num_steps, s.max_len - 1) // size)
                 for s, start in zip(sequences, starts, strict=True)
             ]
-            if SHARE_AHEAD * sum(map(num_lacking, sequences, lengths)) <= self.pool.num_free:
+            if SHARE_AHEAD * sum(map(lacking, sequences, lengths)) <= self.pool.num_free:
                 break
             num_steps //= 2
         if num_steps <= 1:
@@ -268,12 +268,19 @@ class KVCache:
                 self._lengthen(plan, sequence, length)
         return num_steps
 
+    def lengthen(self, plan: StepPlan, sequence: Sequence, end: int) -> bool:
+        """Allocate blocks for drafts up to `end`, unless they take more than a small share of the free blocks."""
+        length = -(-end // self.block_size)
+        if SHARE_AHEAD * sequence.num_lacking_blocks(length) > self.pool.num_free:
+            return False
+        self._lengthen(plan, sequence, length)
+        return True
+
     def num_copies(self, sequence: Sequence) -> int:
         """How many shared blocks a running sequence is about to write to, and must copy."""
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
-        if offset == 0:
-            return 0
-        return sum(self.pool.is_shared(table[index]) for table in sequence.block_tables)
+        tables = sequence.block_tables if offset else ()
+        return sum(self.pool.is_shared(table[index]) for table in tables)
 
     def free_out_of_window(self, sequence: Sequence, start: int) -> None:
         """Free the blocks that none of its tokens from `start` on can see.
@@ -292,8 +299,6 @@ class KVCache:
                 self.pool.free(table[first:end])
                 table[first:end] = [NULL_BLOCK] * (end - first)
                 sequence.num_unseen_blocks += end - first
-
-    # Operations that concern all sequences.
 
     def begin_plan(self) -> None:
         """Start a new plan: later moves run after all moves of the last plan."""
@@ -393,8 +398,3 @@ class KVCache:
         sequence.block_tables = []
         sequence.writable_len = sequence.num_unseen_blocks = 0
         sequence.num_registered_blocks = 0
-
-
-def num_lacking(sequence: Sequence, length: int) -> int:
-    """How many blocks its tables need to have `length` entries each."""
-    return sum(max(length - len(table), 0) for table in sequence.block_tables)

@@ -101,11 +101,6 @@ class ScheduledStep:
             sequence.num_in_flight += 1
         return is_first
 
-    def add_drafts(self, drafts: list[int]) -> None:
-        """Let the last row compute these guesses too; `collect` counts those that were right as computed."""
-        self.plan.drafts[len(self.plan.slots) - 1] = drafts
-        self.plan.num_tokens[-1] += len(drafts)
-
     def _add_extras(
         self, sequence: Sequence, start: int, end: int, is_last: bool
     ) -> tuple[bool, bool]:

@@ -22,7 +22,7 @@ from jaxpage.engine import beam_scheduling, sequences
 from jaxpage.engine.adapter_slots import AdapterSlots
 from jaxpage.engine.collect import collect, collect_failed
 from jaxpage.engine.counters import Counters, count_first_scheduling
-from jaxpage.engine.drafts import PromptLookup
+from jaxpage.engine.drafts import PromptLookup, add_drafts
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.padding import NO_PADDING, Padding
 from jaxpage.engine.picture_cache import PictureCache
@@ -121,6 +121,8 @@ class Scheduler:
         if not step.sequences:
             self.pictures.discard(step.plan)
             return None
+        if self.lookup is not None:
+            add_drafts(step, self.lookup, self.max_num_batched_tokens - step.plan.total_tokens)
         if step.has_beams:
             beam_scheduling.upload_beams(step, self.kv)
         if self.decode_steps.most > 1 and step.may_repeat:
@@ -209,11 +211,10 @@ class Scheduler:
         budget, running, index = self.max_num_batched_tokens, self.running, 0
         num_preemptions = self.counters.num_preemptions
         while index < len(running):  # preemption shortens the list from its end
-            if self.lookup is None:
-                num_rows = step.add_decoding_rows(running, index, budget)
-                index, budget = index + num_rows, budget - num_rows
-                if index == len(running):
-                    break
+            num_rows = step.add_decoding_rows(running, index, budget)
+            index, budget = index + num_rows, budget - num_rows
+            if index == len(running):
+                break
             sequence, index = running[index], index + 1
             if sequence.waiting_for is not None and not step.resume(sequence):
                 continue
@@ -230,32 +231,10 @@ class Scheduler:
             end = start + count
             if end > sequence.writable_len and not self._make_room(step, sequence, end):
                 break  # it was preempted itself, so it was the last one
-            # Each sequence behind it may need a token.
-            spare = budget - count - (len(running) - index)
-            drafts = self._drafts(step, sequence, start, spare)
             if step.add_row(sequence, start, count, known):
                 self._fork(step, sequence)
-            if drafts:
-                step.add_drafts(drafts)
-            budget -= count + len(drafts)
+            budget -= count
         return budget if self.counters.num_preemptions == num_preemptions else 0
-
-    def _drafts(self, step: ScheduledStep, sequence: Sequence, start: int, most: int) -> list[int]:
-        """Up to `most` guesses at the next tokens of a sequence that decodes, which has blocks for them.
-
-        Blocks are left for a token of each other sequence, so that none that decodes is preempted for a guess.
-        """
-        known = len(sequence.token_ids)
-        if self.lookup is None or start != known - 1 or not sequence.num_output_tokens:
-            return []
-        # The last token is sampled, and its KV is never needed.
-        drafts = self.lookup.drafts(sequence, min(most, sequence.max_len - 1 - known))
-        end, reserve = known + len(drafts), len(self.running) * len(self.kv.windows)
-        if end > sequence.writable_len and not self.kv.grow(
-            step.plan, sequence, end, reserve=reserve
-        ):
-            return []
-        return drafts
 
     def _make_room(self, step: ScheduledStep, sequence: Sequence, end: int) -> bool:
         """Grow a running sequence, preempting others until it can. False if it was preempted itself."""
