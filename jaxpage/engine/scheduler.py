@@ -64,7 +64,8 @@ class Scheduler:
     ):
         """`speculative`: rows that decode have drafts. Then collect each step before the next is planned.
 
-        Raises ValueError for limits below 1, or if there is no room for one prompt token and one output token."""
+        Raises ValueError for limits below 1, or if there is no room for one prompt token and one output token.
+        """
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len, decode_steps)
         sequences.check_limits(*limits, policy)
         self.kv, self.adapters, self.max_model_len = kv, AdapterSlots(num_adapters), max_model_len
