@@ -193,7 +193,7 @@ def test_a_replaced_parameter_is_sampled_with_and_finds_no_old_kv(bound, path):
         fresh.shutdown()
 
 
-def test_another_variable_in_the_module_is_read_by_update_and_no_old_one_is_sampled_with(bound):
+def test_a_param_that_was_replaced_is_refused_until_update_reads_it(bound):
     module, sampler = bound
     sampler.update()
     old = module.model.norm.weight
