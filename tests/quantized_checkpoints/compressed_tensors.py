@@ -1,0 +1,3 @@
+"""The quantisation method "compressed-tensors", as llm-compressor writes it."""
+
+FORMATS = ()
