@@ -74,7 +74,7 @@ def _write_folder(
 ) -> None:
     """What is in `source`, but with these tensors; `quantization` by the file that it is written to."""
     shutil.copytree(source, target, dirs_exist_ok=True)
-    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    contiguous = {name: np.array(tensor, order="C") for name, tensor in tensors.items()}
     safetensors.numpy.save_file(contiguous, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text()) | {"dtype": dtype}
     for file, content in quantization.items():
