@@ -2,7 +2,8 @@
 
 `write` makes one of any float checkpoint (`checkpoints.build`) in one of `FORMATS`, and returns its weights
 dequantised; `write_float` makes a plain checkpoint of these, for an oracle. Shares no code with the loader, and needs
-no torch. Layouts were compared with what the tools' own code makes of these files, bit for bit.
+no torch. What AutoAWQ, AutoGPTQ and compressed-tensors make of these files was compared with the weights returned: the
+same bits, but for what they round to their own type.
 """
 
 from tests.quantized_checkpoints import compressed_tensors, float8, packed

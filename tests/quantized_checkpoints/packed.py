@@ -62,14 +62,15 @@ def input_order(layer: str, inputs: int) -> Array:
     return np.random.default_rng(zlib.crc32(seed.encode())).permutation(inputs)
 
 
-def gptq_tensors(made: Integers, bits: int, *, v2: bool) -> dict[str, Array]:
+def gptq_tensors(made: Integers, bits: int, *, v2: bool, g_idx: bool = True) -> dict[str, Array]:
     """As stored. Zeros of the first version are one less, modulo 2^bits."""
     zeros = made.zeros if v2 else (made.zeros - 1) % 2**bits
+    groups = {"g_idx": made.groups} if g_idx else {}  # [E]
     return {
         "qweight": pack(made.q, bits).T,  # [E * bits / 32, F]
         "qzeros": pack(zeros.T, bits),  # [J, F * bits / 32]
         "scales": made.scales.T,  # [J, F]
-        "g_idx": made.groups,  # [E]
+        **groups,
     }
 
 
@@ -80,6 +81,7 @@ def _gptq(
     group_size: int = 128,
     symmetric: bool = True,
     act_order: bool = False,
+    g_idx: bool = True,
     checkpoint_format: str | None = None,
     dtype: str = "float16",
     **other: Any,
@@ -93,7 +95,8 @@ def _gptq(
             scale_dtype=DTYPES[dtype],
             order=input_order(layer, weight.shape[1]) if act_order else None,
         )
-        return gptq_tensors(made, bits, v2=checkpoint_format == "gptq_v2"), made.dequantized()
+        v2 = checkpoint_format == "gptq_v2"
+        return gptq_tensors(made, bits, v2=v2, g_idx=g_idx), made.dequantized()
 
     def config(kept: list[str]) -> dict[str, Any]:
         result: dict[str, Any] = {
@@ -137,6 +140,7 @@ FORMATS = (
     _gptq("4-v2", group_size=32, checkpoint_format="gptq_v2", dtype="bfloat16"),
     _gptq("4-act-order", group_size=32, act_order=True),
     _gptq("4-asym-act-order", group_size=32, symmetric=False, act_order=True),
+    _gptq("4-no-g-idx", group_size=32, g_idx=False),
     _gptq("4-zero-biases", zero_biases=True),
     _gptq("4-quantize-config", config_file="quantize_config.json"),
     _gptq("8-g128", bits=8),

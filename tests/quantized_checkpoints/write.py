@@ -25,13 +25,15 @@ def write(
     ignore: Sequence[str] = ("lm_head",),
     routers: bool = False,
     dtype: str | None = None,
+    shards: int = 1,
 ) -> dict[str, Array]:
     """Write the float checkpoint in `source`, quantised, to the folder `target`; return the dequantised weights.
 
     They are float32 arrays of all tensors under the names of `source`, with the values that `target` has. Quantised
     are the matrices of decoder layers, and lm_head, but for layers in `ignore`: names, or dotted parts of names, or
-    "re:" and a regular expression for the beginning of one. Routers are only with `routers`. `dtype` is that of all
-    other tensors, if not the format's own.
+    "re:" and a regular expression for the beginning of one; the config has them as they are. Routers are only with
+    `routers`. `dtype` is that of all other tensors, if not the format's own. With several `shards`, files, what
+    belongs to one layer may be in different ones.
     """
     dtype = dtype or format.dtype
     floats = safetensors.numpy.load_file(source / "model.safetensors")
@@ -55,27 +57,25 @@ def write(
     if format.kv_scales:
         stored |= _kv_scales(layers)
     quantization = format.config([*ignore, *kept_routers])
-    _write_folder(source, target, stored, dtype, {format.config_file: quantization})
+    _write_folder(source, target, dtype, {format.config_file: quantization})
+    _write_tensors(target, stored, shards)
     return meaning
 
 
 def write_float(source: Path, target: Path, weights: Mapping[str, Array]) -> Path:
     """Write float32 `weights` with the config of the checkpoint in `source` to the folder `target`; return it."""
-    _write_folder(source, target, weights, "float32", {})
+    _write_folder(source, target, "float32", {})
+    _write_tensors(target, weights, 1)
     return target
 
 
 def _write_folder(
-    source: Path,
-    target: Path,
-    tensors: Mapping[str, Array],
-    dtype: str,
-    quantization: Mapping[str, dict[str, Any]],
+    source: Path, target: Path, dtype: str, quantization: Mapping[str, dict[str, Any]]
 ) -> None:
-    """What is in `source`, but with these tensors; `quantization` by the file that it is written to."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    contiguous = {name: np.array(tensor, order="C") for name, tensor in tensors.items()}
-    safetensors.numpy.save_file(contiguous, target / "model.safetensors", metadata={"format": "pt"})
+    """All but tensors: as in `source`, with `quantization` by the file that it is written to."""
+    shutil.copytree(
+        source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors")
+    )
     config = json.loads((source / "config.json").read_text()) | {"dtype": dtype}
     for file, content in quantization.items():
         if file == "config.json":
@@ -83,6 +83,24 @@ def _write_folder(
         else:
             (target / file).write_text(json.dumps(content, indent=2))
     (target / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Array], shards: int) -> None:
+    names = sorted(tensors)
+    files = {}
+    for shard in range(shards):
+        file = (
+            f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+            if shards > 1
+            else "model.safetensors"
+        )
+        content = {name: np.array(tensors[name], order="C") for name in names[shard::shards]}
+        safetensors.numpy.save_file(content, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(content, file)
+    if shards > 1:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def _is_matrix(name: str, array: Array) -> bool:

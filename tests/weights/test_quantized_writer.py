@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,14 @@ import pytest
 import safetensors.numpy
 
 from jaxpage import tiny
-from tests.quantized_checkpoints import FORMATS, float8, packed, write, write_float
+from tests.quantized_checkpoints import (
+    FORMATS,
+    compressed_tensors,
+    float8,
+    packed,
+    write,
+    write_float,
+)
 from tests.quantized_checkpoints.integers import integers, pack
 
 METHODS = {"awq": "awq", "gptq": "gptq", "fp8": "fp8", "ct": "compressed-tensors"}
@@ -100,6 +108,21 @@ def test_act_order():
     np.testing.assert_array_equal(packed.gptq_tensors(made, 4, v2=False)["g_idx"], made.groups)
 
 
+def test_layouts_of_compressed_tensors():
+    """Input 1 of output 3, the zero of group 1 of output 5; a last word that is not full."""
+    weight = np.zeros((12, 64), np.float32)
+    weight[3, 1], weight[5, 40] = 1, -1
+    made = integers(weight, bits=4, group_size=32, symmetric=False, scale_dtype=np.float16)
+    tensors = compressed_tensors.packed_tensors(made, 4, zeros=True, order=False)
+    expected = np.zeros((12, 8), np.int32)
+    expected[3, 0] = 15 << 4
+    expected[5, 4:] = words(0xFFFFFFFF, 0xFFFFFFF0, 0xFFFFFFFF, 0xFFFFFFFF)
+    np.testing.assert_array_equal(tensors["weight_packed"], expected)
+    np.testing.assert_array_equal(tensors["weight_zero_point"], [[0, 15 << 20], [0, 0]])
+    np.testing.assert_array_equal(tensors["weight_shape"], [12, 64])
+    assert tensors["weight_scale"].shape == (12, 2)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_integers_are_near(bits, symmetric):
@@ -139,3 +162,59 @@ def test_every_format(qwen, tmp_path, name):
     assert method == METHODS[name.split("-")[0]]
     write_float(qwen, tmp_path / "float", weights)
     assert {kind for kind, _ in header(tmp_path / "float").values()} == {"F32"}
+
+
+def test_shapes_of_scales(qwen, tmp_path):
+    """Of the key projection, float[64, 128]."""
+    expected = {
+        "fp8-tensor": ("weight_scale", "F32", ()),
+        "fp8-static": ("input_scale", "F32", (1,)),
+        "fp8-block": ("weight_scale_inv", "BF16", (1, 1)),
+        "ct-fp8": ("weight_scale", "BF16", (1,)),
+        "ct-fp8-dynamic": ("weight_scale", "BF16", (64, 1)),
+        "ct-w8a8": ("weight_scale", "BF16", (64, 1)),
+        "ct-w4a16-g32": ("weight_scale", "F16", (64, 4)),
+        "gptq-4-channel": ("scales", "F16", (1, 64)),
+        "awq-g64": ("scales", "F16", (2, 64)),
+    }
+    for name, (suffix, kind, size) in expected.items():
+        write(qwen, tmp_path / name, FORMATS[name])
+        stored = header(tmp_path / name)
+        assert stored[f"model.layers.0.self_attn.k_proj.{suffix}"] == (kind, size), name
+
+
+def test_ignored_layers(qwen, tmp_path):
+    """They stay float, and the config names them in the method's own way."""
+    ignore = ("lm_head", "re:.*down_proj", "model.layers.0.self_attn.k_proj")
+    for name, key in (("ct-w4a16", "ignore"), ("fp8-tensor", "ignored_layers")):
+        weights = write(qwen, tmp_path / name, FORMATS[name], ignore=ignore, dtype="float32")
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["quantization_config"][key] == list(ignore)
+        for layer in ("self_attn.k_proj", "mlp.down_proj"):
+            tensor = f"model.layers.0.{layer}.weight"
+            np.testing.assert_array_equal(weights[tensor], float_weights(qwen)[tensor])
+            assert header(tmp_path / name)[tensor][0] == "F32"
+    write(qwen, tmp_path / "gptq", FORMATS["gptq-4-g32"], ignore=ignore)
+    config = json.loads((tmp_path / "gptq" / "config.json").read_text())["quantization_config"]
+    rules = [rule.removeprefix("-:") for rule in config["dynamic"]]
+    assert [re.match(rules[1], f"model.layers.0.self_attn.{n}_proj") is None for n in "qk"] == [
+        True,
+        False,
+    ]
+
+
+def test_routers_and_shards(tmp_path):
+    """A router is left out unless asked for; a layer's tensors may be in several files."""
+    gate, up = (f"model.layers.0.mlp.{name}.weight" for name in ("gate", "experts.0.up_proj"))
+    tensors = {name: RNG.normal(size=(8, 128)).astype(np.float32) for name in (gate, up)}
+    source = tiny.write_checkpoint(tmp_path / "source", {"model_type": "any"}, tensors=tensors)
+    write(source, tmp_path / "one", FORMATS["fp8-block"])
+    assert [header(tmp_path / "one")[name][0] for name in (gate, up)] == ["BF16", "F8_E4M3"]
+    config = json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["lm_head", gate.removesuffix(".weight")]
+    write(source, tmp_path / "two", FORMATS["awq-g32"], routers=True, shards=2)
+    files = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
+    assert len(files) == 6 and len(set(files.values())) == 2
+    assert not (tmp_path / "two" / "model.safetensors").exists()
