@@ -134,6 +134,7 @@ def _float8(
     strategy: str,
     inputs: dict[str, Any] | None,
     *,
+    layout: str = "float-quantized",
     scale_dtype: str = "bfloat16",
     **other: Any,
 ) -> Format:
@@ -153,7 +154,6 @@ def _float8(
 
     structure = [128, 128] if strategy == "block" else None
     weights = _arguments(8, "float", strategy, block_structure=structure, observer="minmax")
-    layout = "naive-quantized" if inputs is None else "float-quantized"
     of_inputs = None if inputs is None else _arguments(8, "float", **inputs)
     return _format(name, quantize, layout, weights, of_inputs, **other)
 
@@ -174,5 +174,6 @@ FORMATS = (
     _float8("fp8-dynamic-float32", "channel", _TOKENS, scale_dtype="float32"),
     _float8("fp8", "tensor", _STATIC, kv_scales=True),
     _float8("fp8-block", "block", _BY_128),
-    _float8("fp8-weights", "channel", None),
+    _float8("fp8-weights", "channel", None, layout="naive-quantized"),
+    _float8("fp8-naive", "tensor", _STATIC, layout="naive-quantized"),  # an older name
 )

@@ -83,9 +83,12 @@ def _gptq(
     act_order: bool = False,
     g_idx: bool = True,
     checkpoint_format: str | None = None,
+    v2_zeros: bool = False,
     dtype: str = "float16",
     **other: Any,
 ) -> Format:
+    """With `v2_zeros` zeros are those of the second version, whatever the config says."""
+
     def quantize(layer: str, weight: Array) -> tuple[dict[str, Array], Array]:
         made = integers(
             weight,
@@ -95,7 +98,7 @@ def _gptq(
             scale_dtype=DTYPES[dtype],
             order=input_order(layer, weight.shape[1]) if act_order else None,
         )
-        v2 = checkpoint_format == "gptq_v2"
+        v2 = v2_zeros or checkpoint_format == "gptq_v2"
         return gptq_tensors(made, bits, v2=v2, g_idx=g_idx), made.dequantized()
 
     def config(kept: list[str]) -> dict[str, Any]:
@@ -140,6 +143,7 @@ FORMATS = (
     _gptq("4-v2", group_size=32, checkpoint_format="gptq_v2", dtype="bfloat16"),
     _gptq("4-act-order", group_size=32, act_order=True),
     _gptq("4-asym-act-order", group_size=32, symmetric=False, act_order=True),
+    _gptq("4-wrong-version", checkpoint_format="gptq", v2_zeros=True),  # as of some GPTQModels
     _gptq("4-no-g-idx", group_size=32, g_idx=False),
     _gptq("4-zero-biases", zero_biases=True),
     _gptq("4-quantize-config", config_file="quantize_config.json"),
