@@ -44,6 +44,10 @@ _KV_CACHE_FORMATS = {
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
 }
+QUANTIZATION_METHODS = (
+    *("awq", "gptq", "fp8", "compressed-tensors"),
+    *("awq_marlin", "gptq_marlin"),  # vLLM's names of kernels for the first two
+)
 _LOGPROBS_MODES = {
     "raw": "raw",
     "raw_logprobs": "raw",
@@ -58,7 +62,7 @@ _CHOICES = {
     "kv_cache_dtype": ("auto", *_KV_CACHE_FORMATS, *_DTYPES),
     "scheduling_policy": ("fcfs", "priority"),
     "preemption_mode": ("None", "recompute", "swap"),
-    "quantization": ("None", "int8"),
+    "quantization": ("None", "int8", "dequantize", *QUANTIZATION_METHODS),
     "tool_call_parser": ("None", *formats.NAMES),
     "load_format": ("auto", "safetensors", "dummy"),
     "logprobs_mode": tuple(_LOGPROBS_MODES),
@@ -107,7 +111,8 @@ class EngineConfig:
     model: str  # a checkpoint folder, or a name on the Hugging Face hub, see `hub.local_folder`
     # "auto": the checkpoint's, but bfloat16 instead of float32; or float16, bfloat16, float32
     dtype: str = "auto"
-    # "int8": round weights and activations of linear layers and experts
+    # None: as the checkpoint is; "int8": round weights and activations of linear layers and experts; "dequantize":
+    # compute with floats; or the name of the checkpoint's own quantization
     quantization: str | None = None
     # "auto": as `dtype`; or int8, int4, fp8_e4m3 ("fp8"), fp8_e5m2
     kv_cache_dtype: str = "auto"

@@ -17,8 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from jaxpage.engine.engine import Engine
-from jaxpage.engine_spec import EngineSpec
-from jaxpage.models import registry
+from jaxpage.engine_spec import EngineSpec, build_model
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.lora import slot_axis
 from jaxpage.parallel.sharding import TENSOR
@@ -64,9 +63,9 @@ class DeviceMemory:
         that does not fit it or is damaged.
         """
         config = replace(self._spec.config, enable_lora=False)
-        sizes: dict[str, Any] = {"dtype": config.dtype, "max_model_len": config.max_model_len}
-        model = registry.build(self._spec.hf_config, **sizes, pictures=config.takes_pictures)
-        load(model, folder, mesh=Mesh(np.array([_host_device()]), (TENSOR,)), use_tqdm=False)
+        mesh = Mesh(np.array([_host_device()]), (TENSOR,))
+        model, _ = build_model(self._spec.hf_config, config, self._spec.mesh)
+        load(model, folder, mesh=mesh, use_tqdm=False)
         replace(self._spec, config=config, model=model).transform_weights()
         return {path: each.get_raw_value() for path, each in _own_variables(model).items()}
 

@@ -40,10 +40,13 @@ from jaxpage.runner.memory import SequenceFootprint
 from jaxpage.runner.spec import PictureSpec, StepSpec
 from jaxpage.runner.strict import check_strict
 from jaxpage.sampling.features import processors_of
+from jaxpage.weights.load import quantization_of_checkpoint
+from jaxpage.weights.quantized_layers import declare
 from jaxpage.weights.spec import ParamSpec, specs
 from jaxpage.weights.transform import (
     choose_experts,
     choose_products,
+    choose_quantized_products,
     join_projections,
     quantize,
 )
@@ -51,6 +54,8 @@ from jaxpage.weights.transform import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+
+_QUANTIZATIONS = {"awq_marlin": "awq", "gptq_marlin": "gptq"}  # vLLM's names of kernels
 
 # Prompt tokens scored at a time: 39 MB of logits for a vocabulary of 152 k, whatever the length of the prompt.
 _MOST_SCORED = 64
@@ -195,6 +200,9 @@ class EngineSpec:
             join_projections(self.model)
         if config.quantization == "int8":
             note("int8 products", quantize(self.model, self.choose_matmul))
+        else:
+            reasons = choose_quantized_products(self.model, self.choose_matmul)
+            note(f"{config.quantization} products", reasons)
         # The kernel has no gradient, which trainers and researchers need, and strict steps need XLA's sums.
         if join and config.numerics != "strict" and config.research is None:
             choose_products(self.model, self.choose_matmul)
@@ -299,6 +307,30 @@ class EngineSpec:
         return facts
 
 
+def build_model(
+    hf_config: PretrainedConfig, config: ResolvedConfig, mesh: Mesh | None
+) -> tuple[CausalLM, str | None]:
+    """The abstract model, with quantised layers if the checkpoint has them, and what `quantization` resolves to: the
+    checkpoint's method if it is None. Raises ValueError for what is not supported.
+    """
+    sizes: dict[str, Any] = {"dtype": config.dtype, "max_model_len": config.max_model_len}
+    model = registry.build(hf_config, **sizes, pictures=config.takes_pictures)
+    found = quantization_of_checkpoint(model.config, hf_config, config.model)
+    wanted = _QUANTIZATIONS.get(str(config.quantization), config.quantization)
+    if wanted in ("int8", "dequantize"):
+        return model, wanted
+    method = None if found is None else found.method
+    if wanted not in (None, method):
+        raise ValueError(
+            f"quantization={config.quantization!r}, but config.json says that the weights are "
+            f"{'not quantised' if method is None else method}: leave it out, or "
+            '"int8" rounds linear layers, and "dequantize" computes with floats'
+        )
+    if found is not None:
+        declare(model, found, mesh)
+    return model, method
+
+
 def make_engine_spec(
     options: EngineConfig,
     *,
@@ -321,8 +353,8 @@ def make_engine_spec(
         device_kind=hardware.kind,
         device_memory=hardware.memory_bytes,
     )
-    sizes = {"dtype": config.dtype, "max_model_len": config.max_model_len}
-    model = registry.build(hf_config, **sizes, pictures=config.takes_pictures)
+    model, quantization = build_model(hf_config, config, mesh)
+    config = replace(config, quantization=quantization)
     if config.numerics == "strict":
         check_strict(config, model.config, hardware.platform)
     if config.record_expert_load and model.config.experts is None:

@@ -22,7 +22,6 @@ from jaxpage.environment import compiler_flags
 from jaxpage.runner.memory import pool_bytes, pool_bytes_of
 from jaxpage.runner.programs import compile_program
 from jaxpage.runner.strict import GPU_FLAG
-from jaxpage.weights.load import check_can_be_loaded
 
 # Share of the pool that the data sheet would allow: a real device has slightly less memory, and an engine can use these
 # executables only if their pool fits.
@@ -110,7 +109,6 @@ def _engine_specs(options: dict[str, Any], target: Target | None) -> list[Engine
     mesh, memory = mesh_of(target, config.tensor_parallel_size or 1), target.chip.num_bytes
     device = mesh.devices.flat[0]
     spec = make_engine_spec(config, device=device, device_memory=memory, mesh=mesh)
-    check_can_be_loaded(spec.model.config, getattr(spec.hf_config, "quantization_config", None))
     return [spec]
 
 

@@ -52,7 +52,6 @@ from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.lowering import Lowerings
 from jaxpage.runner.memory import pool_bytes_of
 from jaxpage.runner.programs import Lowering, compile_program, num_cores, step_bytes
-from jaxpage.weights.load import check_can_be_loaded
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import quantize
 
@@ -96,7 +95,6 @@ def make_job(
         device_memory=target.chip.num_bytes,
         mesh=mesh,
     )
-    check_can_be_loaded(spec.model.config, getattr(spec.hf_config, "quantization_config", None))
     spec.transform_weights()
     num_blocks = spec.config.num_gpu_blocks_override
     if num_blocks is None:
@@ -310,7 +308,7 @@ def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any
 def _in_int8(spec: EngineSpec) -> dict[str, int | None]:
     """Bytes of weights and of a KV block in int8; None where they are quantised already."""
     weights = block = None
-    if spec.config.quantization is None:
+    if spec.config.quantization in (None, "dequantize"):
         model = nnx.clone(spec.model)
         quantize(model, spec.choose_matmul)
         weights = sum(dataclasses.replace(spec, model=model).weight_bytes.values())

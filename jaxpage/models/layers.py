@@ -50,7 +50,15 @@ class Constant:
         return jnp.full(shape, self.value, dtype)
 
 
-Initialiser = Normal | Constant
+@dataclass(frozen=True)
+class UniformBytes:
+    """Initializer: integers of one byte, all equally likely."""
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return jax.random.bits(key, shape, jnp.uint8).astype(dtype)
+
+
+Initialiser = Normal | Constant | UniformBytes
 
 
 def param(
@@ -87,18 +95,34 @@ class Linear(nnx.Module):
         self.weight = param(shape, axes=axes, units=units, init=init, dtype=dtype)
         offset = param(shape[:1], axes=axes[:1], units=units[:1], init=Constant(0.0), dtype=dtype)
         self.bias = offset if bias else None
-        # See `weights.transform`: float32[out] of int8 weights, and the kernel.
+        # Of quantised weights, as `QuantizedWeight` has them; then `weight` is its data. See `weights.transform`.
         self.scale: nnx.Param | None = None
+        self.zero: nnx.Param | None = None
         self.matmul_kernel = XLA
         self.adapters: Adapters | None = None  # see `models.lora`
+
+    @property
+    def quantized(self) -> QuantizedWeight | None:
+        """The weight if it is quantised, of arrays or shapes."""
+        if self.scale is None:
+            return None
+        return QuantizedWeight(
+            data=self.weight.get_value(),
+            scale=self.scale.get_value(),
+            zero=None if self.zero is None else self.zero.get_value(),
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        num_out, num_in = (self.quantized or self.weight.get_value()).shape
+        return num_out, num_in
 
     def product(
         self, x: jax.Array, *, bias: jax.Array | None = None, dtype: DTypeLike = jnp.float32
     ) -> jax.Array:
         """x W^T, without the layer's own bias: a float32 sum, plus `bias`, rounded to `dtype`."""
-        weight = self.weight[...]
-        if self.scale is not None:
-            weight = QuantizedWeight(data=weight, scale=self.scale[...])
+        weight = self.quantized or self.weight[...]
         return matmul(x, weight, kernel=self.matmul_kernel, bias=bias, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:

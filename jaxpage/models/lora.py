@@ -54,7 +54,7 @@ class Adapters(nnx.Module):
         self.parts, self.num_slots = tuple(parts), num_slots
         metadata = layer.weight.get_metadata()
         (out_axis, in_axis), (out_units, in_units) = metadata["axes"], metadata["units"]
-        zeros, num_in = Constant(0.0), layer.weight.get_value().shape[1]
+        zeros, num_in = Constant(0.0), layer.shape[1]
         # Slot by slot, so that each slot is contiguous in memory.
         rows = num_slots * len(parts) * rank
         axes, units = (SLOTS, in_axis), (rows, in_units)

@@ -3,7 +3,8 @@
 On several devices a matmul is sharded like its weight: over outputs (q, k, v, gate, up), or over inputs (o, down) with
 a sum over the devices. XLA partitions its own matmuls; kernels are sharded here.
 
-For int8 weights each row of x is rounded to int8 too. Integer sums are exact, whichever implementation computes them.
+For int8 weights with a scale for each output, each row of x is rounded to int8 too. Integer sums are exact, whichever
+implementation computes them.
 """
 
 from __future__ import annotations
@@ -76,11 +77,7 @@ class _Need:
             return self.weight
         if not isinstance(self.weight, QuantizedWeight):
             return self._share_of(self.weight, self.spec)
-        parts: dict[str, Any] = {
-            "data": self._share_of(self.weight.data, self.spec),
-            "scale": self._share_of(self.weight.scale, P(*self.spec[:1])),
-        }
-        return QuantizedWeight(**parts)
+        return jax.tree.map(self._share_of, self.weight, _specs(self.weight, self.spec))
 
     def _share_of(self, array: Any, spec: P) -> jax.ShapeDtypeStruct:
         assert self.mesh is not None
@@ -132,9 +129,9 @@ def choose(
 ) -> Choice[MatmulKernel]:
     """The implementation of matmuls with x of `dtype`; the weight may be given as shapes and dtypes.
 
-    `spec`: how the weight, which must be int8 then if it is quantized, is sharded over `mesh`. Choose once per weight,
-    not for each number of tokens: results depend on the choice. A kernel for few tokens leaves more of them to XLA,
-    whose own products also round in an order that depends on their number.
+    `spec`: how the weight, or the data of a quantized one, is sharded over `mesh`. Choose once per weight, not for each
+    number of tokens: results depend on the choice. A kernel for few tokens leaves more of them to XLA, whose own
+    products also round in an order that depends on their number.
     """
     need = _Need(weight=weight, dtype=jnp.dtype(dtype), device=device, mesh=mesh, spec=spec)
     operation = "quant_matmul" if isinstance(weight, QuantizedWeight) else "matmul"
@@ -188,8 +185,7 @@ def _divided(
     outputs, inputs = (*spec, None, None)[:2]
     weight_spec: Any = P(outputs, inputs)
     if isinstance(weight, QuantizedWeight):
-        parts: dict[str, Any] = {"data": weight_spec, "scale": P(outputs)}
-        weight_spec = QuantizedWeight(**parts)
+        weight_spec = _specs(weight, weight_spec)
         # Rows of x are rounded alike on all devices.
         product = partial(product, axis_name=inputs)
 
@@ -208,5 +204,18 @@ def _divided(
     )(rows, weight, bias)
 
 
+def _specs(weight: QuantizedWeight, spec: P) -> Any:
+    """The specs of a weight's arrays, given that of its data."""
+    outputs, inputs = (*spec, None, None)[:2]
+    of_groups = P(inputs, outputs)
+    parts: dict[str, Any] = {
+        "data": P(outputs, inputs),
+        "scale": of_groups if weight.scale.ndim == 2 else P(outputs),
+        "zero": None if weight.zero is None else of_groups,
+    }
+    return QuantizedWeight(**parts)
+
+
 def _rounds_x(weight: QuantizedWeight) -> bool:
-    return weight.format == "int8"
+    """Groups of int8 weights are for inputs that are not rounded."""
+    return weight.format == "int8" and weight.scale.ndim == 1

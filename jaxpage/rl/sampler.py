@@ -76,6 +76,8 @@ class Sampler:
             options = {"limit_mm_per_prompt": {"image": 0}} | options
         config = EngineConfig.from_options(model=model, load_format="dummy", **options)
         check_options(config)
+        # The module has floats, whatever config.json says of the checkpoint that it comes from.
+        config = dataclasses.replace(config, quantization="dequantize")
         built = build(config, bind=binding.prepare)
         assert isinstance(built.engine, Engine)
         self.config: ResolvedConfig = built.config

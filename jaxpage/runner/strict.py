@@ -57,7 +57,7 @@ def check_strict(config: ResolvedConfig, model: ModelConfig, platform: str) -> N
             "several ways to compute each product and chooses one for each program, so that bits differ"
         )
     reasons = {
-        f"quantization={config.quantization!r}": config.quantization is not None,
+        f"quantization={config.quantization!r}": config.quantization not in (None, "dequantize"),
         f"kv_cache_dtype={config.kv_cache_dtype!r}": config.kv_cache_dtype != config.dtype,
         "enable_lora=True": config.enable_lora,
         "enable_prompt_embeds=True": config.enable_prompt_embeds,

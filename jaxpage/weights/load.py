@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,23 +22,23 @@ from jaxpage.models.decoder import CausalLM
 from jaxpage.models.pooling_model import PoolingModel
 from jaxpage.models.registry import naming_of
 from jaxpage.models.sources import Naming, Place, Rearranged, Source
+from jaxpage.weights.find_quantized import with_quantized
 from jaxpage.weights.orbax import find_tree
+from jaxpage.weights.quantization import Quantization, quantization_of, unsupported, with_floats
+from jaxpage.weights.quantized import QuantizedTensor
+from jaxpage.weights.quantized_layers import forget, parts_of, quantized_layers
 from jaxpage.weights.restore import loading_bar, restore
-from jaxpage.weights.safetensors import StoredTensor, open_checkpoint
+from jaxpage.weights.safetensors import INDEX, SINGLE, StoredTensor, open_checkpoint
 from jaxpage.weights.spec import FLOATS, ParamSpec, listed, specs, variables
-from jaxpage.weights.stored import BLOCKS, MXFP4, Stored, stored_parameter, tensors_of
+from jaxpage.weights.stored import BLOCKS, Stored, stored_parameter, tensors_of
 
+Tensor = StoredTensor | QuantizedTensor
+Tensors = dict[str, Tensor]
 Model = TypeVar("Model", bound=CausalLM | PoolingModel)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROTARY = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
 _ROWS_COMPARED = 4096  # at a time, to limit memory when the head of a tied model is compared
-# Tensors that only quantized checkpoints have -> the method.
-_QUANTISED_NAMES = {
-    ".qweight": "AWQ or GPTQ",
-    ".weight_packed": "compressed-tensors",
-    ".weight_scale_inv": "fp8 in blocks",
-    ".weight_scale": "fp8 or int8",
-}
 
 
 def load(
@@ -48,21 +48,23 @@ def load(
     mesh: Mesh | None = None,
     use_tqdm: bool = True,
     naming: Naming | None = None,
+    quantization_config: Any = None,
 ) -> Model:
     """Load the weights in `folder` into `model`, abstract or not, cast to the declared dtypes; returns the model.
 
     Safetensors, or an Orbax checkpoint as `orbax.find_tree` and `layouts` know them; for Orbax, `folder` may be in a
     bucket, gs://... Arrays are sharded over `mesh` (None: the first local device). Peak host memory is one tensor, or
-    the experts of one layer; for Orbax, 64 MiB or a sixteenth of all. gpt-oss's mxfp4 is dequantized. Raises
-    ValueError, and does not change the model, if the checkpoint has missing, surplus or misshaped tensors, is quantized
-    otherwise, or is damaged.
+    the experts of one layer; for Orbax, 64 MiB or a sixteenth of all. Quantised weights are dequantised, except in
+    layers that `quantized_layers.declare` prepared for them. Raises ValueError, and does not change the model, if the
+    checkpoint has missing, surplus or misshaped tensors, is quantised in a way that is not supported, or is damaged.
 
-    `naming`: for models that `registry` does not know; they are read from safetensors only.
+    `naming`: for models that `registry` does not know; they are read from safetensors only. `quantization_config`: None
+    means that of config.json in the folder.
     """
     tree = find_tree(folder)
     if tree is not None and isinstance(model, CausalLM):
         return restore(model, tree, mesh=mesh, use_tqdm=use_tqdm)
-    stored = open_safetensors(model, folder, naming)
+    stored = open_safetensors(model, folder, naming, quantization_config)
     targets = variables(model)
     total = sum(each.dtype.itemsize * math.prod(each.shape) for each in stored.values())
     with loading_bar(total, use_tqdm) as progress:
@@ -71,11 +73,15 @@ def load(
             # Wait: queued transfers would keep the host copies of many tensors alive.
             targets[path].set_value(jax.block_until_ready(array))
             progress.update(stored[path].dtype.itemsize * array.size)
+    forget()
     return model
 
 
 def open_safetensors(
-    model: CausalLM | PoolingModel, folder: str | Path, naming: Naming | None = None
+    model: CausalLM | PoolingModel,
+    folder: str | Path,
+    naming: Naming | None = None,
+    quantization_config: Any = None,
 ) -> dict[str, Stored]:
     """Each parameter by path as stored in a checkpoint. Raises like `load`."""
     config = model.config
@@ -92,16 +98,22 @@ def open_safetensors(
     if is_tied and _HEAD in stored and _EMBEDDING not in stored:
         stored[_EMBEDDING] = stored.pop(_HEAD)  # as transformers does
     places = {path: renamed.get(path, Source(path)) for path in wanted}
-    how = _quantisation(Path(folder, "config.json")) or _quantisation_by_names(stored)
-    _check_not_quantised(how, places.values())
-    names = {path: tensors_of(path, place, stored) for path, place in places.items()}
-    _check_names(itertools.chain(*names.values()), stored, tied=_HEAD not in wanted)
+    quantization = _quantization(
+        quantization_config or _quantization_config(Path(folder, "config.json")), renamed.values()
+    )
+    stored = with_quantized(stored, quantization and quantization.renamed(naming.tensor_name))
+    found: dict[str, Stored] = {}
+    for layer in quantized_layers(wanted):
+        found |= parts_of(layer, places[f"{layer}.weight"], wanted, stored)
+    names = {
+        path: tensors_of(path, place, stored) for path, place in places.items() if path not in found
+    }
+    names_of_parts = (part.name for part in found.values())
+    _check_names(itertools.chain(names_of_parts, *names.values()), stored, tied=_HEAD not in wanted)
     for each in names.values():
         _check_dtypes([stored[name] for name in each])
-    found = {
-        path: stored_parameter(path, places[path], spec.shape, stored)
-        for path, spec in wanted.items()
-    }
+    for path in names:
+        found[path] = stored_parameter(path, places[path], wanted[path].shape, stored)
     _check_rows(places.values(), stored)
     if _HEAD not in wanted and _HEAD in stored:
         _check_tied(stored)
@@ -124,51 +136,53 @@ def _array(spec: ParamSpec, stored: Stored, mesh: Mesh | None) -> jax.Array:
     return jax.make_array_from_callback(spec.shape, spec.sharding(mesh), read)
 
 
-def check_can_be_loaded(config: ModelConfig, quantization_config: object) -> None:
-    """Raise ValueError if `load` does not read weights that are quantized so, according to config.json."""
-    _check_not_quantised(_in_words(quantization_config), naming_of(config).weight_map.values())
+def quantization_of_checkpoint(
+    model: ModelConfig, hf_config: Any, folder: str | Path
+) -> Quantization | None:
+    """How weights are quantised according to config.json; None: not, or in gpt-oss's mxfp4. If there are safetensors in
+    `folder`, layers with floats count as exceptions, even where config.json does not list them.
+
+    Raises ValueError for what is not supported.
+    """
+    config = quantization_config_of(hf_config)
+    found = _quantization(config, naming_of(model).weight_map.values())
+    if found is None or not any(Path(folder, name).is_file() for name in (SINGLE, INDEX)):
+        return found
+    floats = (
+        name.removesuffix(".weight")
+        for name, tensor in open_checkpoint(folder).items()
+        if name.endswith("_proj.weight") and tensor.dtype in FLOATS
+    )
+    return with_floats(found, floats)
 
 
-def _check_not_quantised(how: str | None, places: Iterable[Place]) -> None:
-    """`places`: where the parameters are in the checkpoint. Only those of gpt-oss can be in mxfp4."""
-    reads_mxfp4 = any(isinstance(place, Rearranged) for place in places)
-    if how is not None and not (reads_mxfp4 and how == MXFP4):
-        raise ValueError(
-            f"the checkpoint is quantised ({how}), which is not supported; use the one in bfloat16, "
-            'float16 or float32 that it was made from. jaxpage can round that itself: quantization="int8" '
-            "for linear layers, kv_cache_dtype for the KV cache"
-        )
+def quantization_config_of(hf_config: Any) -> Any:
+    """The quantization_config of a config.json, or of the part of it about text."""
+    name = "quantization_config"
+    return getattr(hf_config, name, None) or getattr(hf_config.get_text_config(), name, None)
 
 
-def _quantisation(file: Path) -> str | None:
-    """The quantization that config.json declares: method and numbers."""
+def _quantization(config: Any, places: Iterable[Place]) -> Quantization | None:
+    """`places`: where parameters are, that are not tensors with their names. Only gpt-oss can be in mxfp4."""
+    found = quantization_of(config)
+    if config and found is None and not any(isinstance(place, Rearranged) for place in places):
+        raise unsupported(config, "only gpt-oss has weights in mxfp4 that can be read")
+    return found
+
+
+def _quantization_config(file: Path) -> Any:
     try:
-        return _in_words(json.loads(file.read_text()).get("quantization_config"))
+        values = json.loads(file.read_text())
+        text = values.get("text_config") or {}
+        return values.get("quantization_config") or text.get("quantization_config")
     except (OSError, ValueError, AttributeError):  # reported by the code that reads the config
         return None
 
 
-def _in_words(found: object) -> str | None:
-    if not isinstance(found, dict) or not found:
-        return None
-    numbers = (("bits", "{} bits"), ("w_bit", "{} bits"), ("group_size", "groups of {}"))
-    facts = [text.format(found[name]) for name, text in numbers if name in found]
-    return ", ".join([str(found.get("quant_method", "no quant_method")), *facts])
-
-
-def _quantisation_by_names(stored: dict[str, StoredTensor]) -> str | None:
-    """The same from tensor names, for checkpoints whose config.json does not declare it."""
-    for suffix, method in _QUANTISED_NAMES.items():
-        name = next((name for name in stored if name.endswith(suffix)), None)
-        if name is not None:
-            return f"{method}, as it has {name}"
-    return None
-
-
-def _check_names(names: Iterable[str], stored: dict[str, StoredTensor], *, tied: bool) -> None:
+def _check_names(names: Iterable[str], stored: Tensors, *, tied: bool) -> None:
     names = set(names)
     missing = sorted(names - set(stored))
-    surplus = sorted(n for n in set(stored) - names if not _harmless(n, tied))
+    surplus = sorted(n for n in set(stored) - names if not _harmless(n, stored, tied))
     problems = []
     if missing:
         problems.append(f"it lacks {listed(missing)}")
@@ -181,12 +195,17 @@ def _check_names(names: Iterable[str], stored: dict[str, StoredTensor], *, tied:
         )
 
 
-def _harmless(name: str, tied: bool) -> bool:
-    """Whether a tensor is redundant: RoPE frequencies of old checkpoints, a tied model's head."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
+def _harmless(name: str, stored: Tensors, tied: bool) -> bool:
+    """Whether a tensor is redundant: RoPE frequencies of old checkpoints, a tied model's head, zeros that GPTQ adds as
+    the bias of each layer.
+    """
+    if name.endswith(".bias"):
+        weight = stored.get(f"{name.removesuffix('.bias')}.weight")
+        return isinstance(weight, QuantizedTensor) and not stored[name].read().any()
+    return name.endswith(_ROTARY) or (tied and name == _HEAD)
 
 
-def _check_dtypes(tensors: list[StoredTensor]) -> None:
+def _check_dtypes(tensors: Sequence[Tensor]) -> None:
     """Raises ValueError unless all are floats of one dtype, or bytes of mxfp4."""
     first = tensors[0]
     if first.name.endswith(BLOCKS) and all(each.dtype == np.uint8 for each in tensors):
@@ -194,8 +213,8 @@ def _check_dtypes(tensors: list[StoredTensor]) -> None:
     for tensor in tensors:
         if tensor.dtype not in FLOATS:
             raise ValueError(
-                f"{tensor.name} is stored as {tensor.dtype}: quantised checkpoints are not supported; "
-                "use one in bfloat16, float16 or float32"
+                f"{tensor.name} is stored as {tensor.dtype}, but config.json does not say how it is quantised; use "
+                "a checkpoint in bfloat16, float16 or float32, or one with a quantization_config"
             )
         if tensor.dtype != first.dtype:
             raise ValueError(
@@ -204,7 +223,7 @@ def _check_dtypes(tensors: list[StoredTensor]) -> None:
             )
 
 
-def _check_rows(places: Iterable[Place], stored: dict[str, StoredTensor]) -> None:
+def _check_rows(places: Iterable[Place], stored: Tensors) -> None:
     """Raises ValueError unless a fused tensor has exactly the rows of its parts."""
     rows: dict[str, int] = {}
     for source in places:
@@ -219,7 +238,7 @@ def _check_rows(places: Iterable[Place], stored: dict[str, StoredTensor]) -> Non
             )
 
 
-def _check_tied(stored: dict[str, StoredTensor]) -> None:
+def _check_tied(stored: Tensors) -> None:
     """Raises ValueError if a tied model is stored with a head that differs from the embedding."""
     head, embedding = stored[_HEAD], stored[_EMBEDDING]
     equal = head.shape == embedding.shape and head.dtype == embedding.dtype

@@ -1,7 +1,7 @@
 """Parameters as checkpoints store them: a tensor, rows of one, or experts that are assembled while they are read.
 
-Each has a shape and a dtype, and reads a part of itself with little more memory. Knows tensors of safetensors and
-`models.sources`; must not know devices.
+Each has a shape and a dtype, and reads a part of itself with little more memory. Knows `models.sources`;
+must not know devices.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxpage.models.sources import Place, Rearranged, Source, Stacked
-from jaxpage.weights.safetensors import StoredTensor
 
 Index = tuple[slice, ...]
 BLOCKS, SCALES = "_blocks", "_scales"
-MXFP4 = "mxfp4"
 # The 16 values of 4 bits (OCP Microscaling Formats 1.0, FP4 E2M1).
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6] + [-0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 # For each byte the value in its lower bits, then that in its upper ones.
@@ -45,7 +43,7 @@ class Stored(Protocol):
 class Rows:
     """Some rows of a tensor."""
 
-    tensor: StoredTensor
+    tensor: Stored
     start: int
     stop: int
 
@@ -71,7 +69,7 @@ class Rows:
 class Stack:
     """Entry x consists of the rows of the tensors `parts[x]`, concatenated. All entries have equal shapes."""
 
-    parts: tuple[tuple[StoredTensor, ...], ...]
+    parts: tuple[tuple[Stored, ...], ...]
 
     @property
     def name(self) -> str:
@@ -109,8 +107,8 @@ class Mxfp4:
     16], scales uint8[X, O, I/32], where 127 means 1. Read as bfloat16, which represents all values exactly.
     """
 
-    blocks: StoredTensor
-    scales: StoredTensor
+    blocks: Stored
+    scales: Stored
 
     @property
     def name(self) -> str:
@@ -189,7 +187,7 @@ def tensors_of(path: str, place: Place, names: Container[str]) -> tuple[str, ...
 
 
 def stored_parameter(
-    path: str, place: Place, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
+    path: str, place: Place, shape: tuple[int, ...], tensors: Mapping[str, Stored]
 ) -> Stored:
     """The parameter of that shape as stored in the checkpoint. Raises ValueError if a tensor has another shape."""
     names = tensors_of(path, place, tensors)
@@ -222,7 +220,7 @@ def stored_parameter(
 
 
 def _check_shape(
-    tensor: StoredTensor,
+    tensor: Stored,
     found: tuple[int, ...],
     wanted: tuple[int, ...],
     path: str,

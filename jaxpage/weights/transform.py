@@ -1,5 +1,5 @@
 """Transformations of weights that the engine loaded itself: join projections with the same input, quantize to int8,
-choose kernels for linear layers and experts.
+choose kernels for linear layers and experts. Weights may be quantized already, see `quantized_layers`.
 
 A trainer's model is never changed: its parameters are used as they are. Knows the modules of the decoder; must not know
 checkpoints.
@@ -24,6 +24,11 @@ from jaxpage.weights.spec import ParamSpec, specs
 from pallas_kernels.quant_matmul import quantized
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 
+# Returns the kernel for a weight, given the axes and units of its data.
+ChooseQuantized = Callable[
+    [QuantizedWeight, tuple[str, ...], tuple[int, ...]], Choice[MatmulKernel]
+]
+
 
 @jax.jit
 def _to_int8(weight: jax.Array) -> QuantizedWeight:
@@ -38,26 +43,25 @@ def join_projections(model: CausalLM) -> None:
 
     On a CPU, 120 MB of gate and up in bf16 take 6.0 ms at 2 rows joined and 6.8 ms separate. Not for sharded models:
     the parts of a joined weight are concatenated, so an even split would not give each device its share of every part.
+    Weights that a checkpoint has quantised in different ways stay separate.
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, SelfAttention):
-            module.qkv_proj = nnx.data(_joined([module.q_proj, module.k_proj, module.v_proj]))
-            del module.q_proj, module.k_proj, module.v_proj
+            if joined := _joined([module.q_proj, module.k_proj, module.v_proj]):
+                module.qkv_proj = nnx.data(joined)
+                del module.q_proj, module.k_proj, module.v_proj
         elif isinstance(module, MLP):
-            module.gate_up_proj = nnx.data(_joined([module.gate_proj, module.up_proj]))
-            del module.gate_proj, module.up_proj
+            if joined := _joined([module.gate_proj, module.up_proj]):
+                module.gate_up_proj = nnx.data(joined)
+                del module.gate_proj, module.up_proj
 
 
-def quantize(
-    model: CausalLM,
-    choose: Callable[[QuantizedWeight, tuple[str, ...], tuple[int, ...]], Choice[MatmulKernel]],
-) -> set[str]:
+def quantize(model: CausalLM, choose: ChooseQuantized) -> set[str]:
     """Quantize the weight of every linear layer of the decoder, and of every expert, to int8 in place, one scale per
-    output. Embedding, norms and routers stay, and so does a vision tower, which is small and loses more accuracy.
+    output, and choose kernels. Embedding, norms and routers stay, and so does a vision tower, which is small and loses
+    more accuracy. Returns what `choose_quantized_products` does.
 
-    `choose` returns the kernel for such a weight of a linear layer, given its axes and units. Returns the reasons why
-    the platform's kernel is not used, where that is so. A tied head becomes a separate layer: the embedding must stay
-    exact, and the head is read for every token.
+    A tied head becomes a separate layer: the embedding must stay exact, and the head is read for every token.
     """
     if model.lm_head is None:
         embedding = model.model.embed_tokens.weight
@@ -71,18 +75,13 @@ def quantize(
         )
         head.weight.set_value(embedding.get_value())
         model.lm_head = nnx.data(head)
-    reasons = set()
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Experts):
             _quantize_experts(module)
         elif isinstance(module, Linear) and path[:1] != ("visual",):
-            metadata = module.weight.get_metadata()
-            if metadata["axes"][0] == "router":
-                continue
-            choice = choose(_quantize(module), metadata["axes"], metadata["units"])
-            module.matmul_kernel = choice.chosen
-            reasons.add(choice.reason)
-    return reasons - {None}
+            if module.weight.get_metadata()["axes"][0] != "router":
+                _quantize(module)
+    return choose_quantized_products(model, choose)
 
 
 def choose_products(
@@ -99,6 +98,20 @@ def choose_products(
         if module.scale is None and metadata["axes"][0] != "router":
             choice = choose(module.weight.get_value(), metadata["axes"], metadata["units"])
             module.matmul_kernel = choice.chosen
+
+
+def choose_quantized_products(model: CausalLM, choose: ChooseQuantized) -> set[str]:
+    """Set the kernel of each linear layer whose weight is quantized, in place. Returns the reasons why the platform's
+    kernel is not used, where that is so. `choose` gets a weight, and the axes and units of its data.
+    """
+    reasons = set()
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear) and (weight := module.quantized) is not None:
+            metadata = module.weight.get_metadata()
+            choice = choose(weight, metadata["axes"], metadata["units"])
+            module.matmul_kernel = choice.chosen
+            reasons.add(choice.reason)
+    return reasons - {None}
 
 
 def choose_experts(
@@ -134,7 +147,14 @@ def _concatenate(*arrays: jax.Array) -> jax.Array:
     return jnp.concatenate(arrays)
 
 
-def _joined(parts: list[Linear]) -> Linear:
+def _concatenate_columns(*arrays: jax.Array) -> jax.Array:
+    return jnp.concatenate(arrays, axis=1)
+
+
+def _joined(parts: list[Linear]) -> Linear | None:
+    """The parts as one layer; None if their weights are not quantized in the same way."""
+    if len({_form(part) for part in parts}) > 1:
+        return None
     weight = _now(_concatenate, *(part.weight.get_value() for part in parts))
     metadata = parts[0].weight.get_metadata()
     joined = Linear(
@@ -145,17 +165,34 @@ def _joined(parts: list[Linear]) -> Linear:
         dtype=weight.dtype,
     )
     joined.weight.set_value(weight)
-    if joined.bias is not None:
-        biases = [part.bias.get_value() for part in parts if part.bias is not None]
-        joined.bias.set_value(_now(_concatenate, *biases))
+    for name in ("bias", "scale", "zero"):
+        found = [variable for part in parts if (variable := getattr(part, name)) is not None]
+        if found:
+            setattr(joined, name, nnx.data(_joined_parameter(found)))
     return joined
 
 
-def _quantize(layer: Linear) -> QuantizedWeight:
+def _form(layer: Linear) -> tuple[Any, ...]:
+    """What layers have in common that can be joined."""
+    if layer.scale is None:
+        return (layer.weight.get_value().dtype,)
+    groups = layer.scale.get_value().shape[:-1]
+    return (layer.weight.get_value().dtype, groups, layer.zero is None)
+
+
+def _joined_parameter(parts: list[nnx.Param]) -> nnx.Param:
+    """Parameters of each output, or [J, F] of each group and output, as one."""
+    arrays = [part.get_value() for part in parts]
+    concatenate = _concatenate if len(arrays[0].shape) == 1 else _concatenate_columns
+    value = _now(concatenate, *arrays)
+    metadata = parts[0].get_metadata()
+    return nnx.Param(value, axes=metadata["axes"], units=value.shape, init=metadata["init"])
+
+
+def _quantize(layer: Linear) -> None:
     weight = _now(_to_int8, layer.weight.get_value())
     layer.scale = nnx.data(_scale_of(layer.weight, weight))
     layer.weight.set_value(weight.data)
-    return weight
 
 
 def _quantize_experts(experts: Experts) -> None:

@@ -1,0 +1,233 @@
+"""How the weights of a checkpoint are quantised, from the quantization_config of its config.json.
+
+Knows the methods' names and options. Must not know tensors, models or jax.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
+MXFP4 = "mxfp4"  # experts of gpt-oss
+_UNPACKED = ("int-quantized", "float-quantized", "naive-quantized")  # of compressed-tensors
+_ADVICE = (
+    "use the checkpoint in bfloat16, float16 or float32 that it was made from. jaxpage can round that itself: "
+    'quantization="int8" for linear layers, kv_cache_dtype for the KV cache'
+)
+
+Format = Literal["int4", "int8", "fp8_e4m3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat:
+    """How a linear layer is stored."""
+
+    format: Format
+    group_size: (
+        int | None
+    )  # inputs that share a scale; None: all inputs of an output, or of all outputs
+    block_outputs: int = 1  # outputs that share scales
+    # A weight is (q - zero) * scale; without zeros the zero is the middle of the unsigned integers.
+    has_zeros: bool = False
+    has_order: bool = False  # the inputs of a group are not adjacent, as with GPTQ's desc_act
+    rounds_inputs: bool = False  # it was made for inputs that are rounded to int8 too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """A checkpoint's quantization.
+
+    `formats`: patterns of layers, and their format; the first that matches holds. `ignored`: layers that are not
+    quantised. A pattern is a regular expression after "re:", "Linear" for every layer, or a part of a name between
+    dots.
+    """
+
+    method: str
+    formats: tuple[tuple[str, WeightFormat], ...]
+    ignored: tuple[str, ...] = ()
+    stores_zeros_less_one: bool = False  # GPTQ's first format
+
+    def format_of(self, layer: str) -> WeightFormat | None:
+        """The format of a linear layer by its name in the checkpoint; None: not quantised."""
+        if any(_matches(pattern, layer) for pattern in self.ignored):
+            return None
+        return next((form for pattern, form in self.formats if _matches(pattern, layer)), None)
+
+    def renamed(self, rename: Callable[[str], str | None]) -> Quantization:
+        """The same for layers with other names; None: a layer that the model lacks."""
+        names = (
+            name if name.startswith("re:") else _renamed_layer(name, rename)
+            for name in self.ignored
+        )
+        return replace(self, ignored=tuple(name for name in names if name is not None))
+
+
+def quantization_of(config: Any) -> Quantization | None:
+    """The quantization that a quantization_config declares; None: none, or gpt-oss's mxfp4.
+
+    Raises ValueError for what is not supported.
+    """
+    if not config:
+        return None
+    if not isinstance(config, dict):
+        raise ValueError(f"quantization_config must be an object, got {config!r}")
+    method = config.get("quant_method")
+    if method == MXFP4:
+        return None
+    readers = dict(zip(METHODS, (_awq, _gptq, _fp8, _compressed_tensors), strict=True))
+    if method not in METHODS:
+        raise unsupported(config, f"the methods are {', '.join(METHODS)}")
+    try:
+        return readers[method](config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise unsupported(config, f"its quantization_config is incomplete: {error!r}") from None
+
+
+def with_floats(quantization: Quantization, layers: Iterable[str]) -> Quantization:
+    """The same without `layers`, whose weights are floats."""
+    return replace(quantization, ignored=(*quantization.ignored, *layers))
+
+
+def in_words(config: dict[str, Any]) -> str:
+    """Method and numbers, for error messages."""
+    numbers = (("bits", "{} bits"), ("w_bit", "{} bits"), ("group_size", "groups of {}"))
+    facts = [text.format(config[name]) for name, text in numbers if name in config]
+    return ", ".join([str(config.get("quant_method", "no quant_method")), *facts])
+
+
+def _awq(config: dict[str, Any]) -> Quantization:
+    """AWQ (arXiv:2306.00978) as AutoAWQ stores it."""
+    bits, version = config.get("bits", config.get("w_bit")), config.get("version", "gemm")
+    if bits != 4 or str(version).lower() != "gemm" or not config.get("zero_point", True):
+        raise unsupported(
+            config, f"version={version!r}; supported are 4 bits with zeros in version gemm"
+        )
+    form = WeightFormat(
+        format="int4",
+        group_size=_group_size(config, config.get("group_size", config.get("q_group_size"))),
+        has_zeros=True,
+    )
+    ignored = config.get("modules_to_not_convert") or ()
+    return Quantization(method="awq", formats=(("Linear", form),), ignored=tuple(ignored))
+
+
+def _gptq(config: dict[str, Any]) -> Quantization:
+    """GPTQ (arXiv:2210.17323) as AutoGPTQ and GPTQModel store it."""
+    bits, layout = config["bits"], config.get("checkpoint_format", "gptq")
+    if bits not in (4, 8) or layout not in ("gptq", "gptq_v2"):
+        raise unsupported(
+            config, f"checkpoint_format={layout!r}; supported are 4 and 8 bits as gptq or gptq_v2"
+        )
+    if config.get("is_marlin_format"):
+        raise unsupported(
+            config, "its weights are stored as a kernel of vLLM wants them (is_marlin_format)"
+        )
+    # GPTQModel's patterns: "-:" of layers that are not quantised, "+:" of those with other options.
+    dynamic = config.get("dynamic") or {}
+    if any(not pattern.startswith("-:") for pattern in dynamic):
+        raise unsupported(config, "layers have different options (dynamic)")
+    form = WeightFormat(
+        format="int4" if bits == 4 else "int8",
+        group_size=_group_size(config, config["group_size"]),
+        has_zeros=not config.get("sym", True),
+        has_order=bool(config.get("desc_act", False)),
+    )
+    quantised = _flat(config.get("modules_in_block_to_quantize") or ["Linear"])
+    return Quantization(
+        method="gptq",
+        formats=tuple((name, form) for name in quantised),
+        ignored=tuple("re:" + pattern.removeprefix("-:") for pattern in dynamic),
+        stores_zeros_less_one=layout == "gptq",
+    )
+
+
+def _fp8(config: dict[str, Any]) -> Quantization:
+    """A scale for each tensor, or for each block as in DeepSeek-V3 (arXiv:2412.19437) and Qwen3's."""
+    kind = config.get("fmt", "e4m3")
+    if kind not in ("e4m3", "float8_e4m3fn"):
+        raise unsupported(config, f"fmt={kind!r}; supported is e4m3")
+    blocks = config.get("weight_block_size")
+    outputs, inputs = blocks or (1, None)
+    form = WeightFormat(format="fp8_e4m3", group_size=inputs, block_outputs=outputs)
+    ignored = config.get("ignored_layers") or config.get("modules_to_not_convert") or ()
+    return Quantization(method="fp8", formats=(("Linear", form),), ignored=tuple(ignored))
+
+
+def _compressed_tensors(config: dict[str, Any]) -> Quantization:
+    formats = [
+        (str(target), _compressed_format(config, group))
+        for group in config["config_groups"].values()
+        for target in group["targets"]
+    ]
+    # A rule for every layer is the last one that is asked.
+    formats.sort(key=lambda each: each[0] == "Linear")
+    return Quantization(
+        method="compressed-tensors",
+        formats=tuple(formats),
+        ignored=tuple(config.get("ignore") or ()),
+    )
+
+
+def _compressed_format(config: dict[str, Any], group: dict[str, Any]) -> WeightFormat:
+    weights, inputs = group["weights"], group.get("input_activations")
+    layout, strategy = group.get("format") or config.get("format"), weights["strategy"]
+    bits, kind = weights["num_bits"], weights.get("type", "int")
+    symmetric = weights.get("symmetric", True)
+    packed = layout == "pack-quantized" and kind == "int" and bits in (4, 8)
+    plain = layout in _UNPACKED and bits == 8 and kind in ("int", "float")
+    if not (packed or plain) or strategy not in ("tensor", "channel", "group", "block"):
+        raise unsupported(
+            config,
+            f"{layout} with {bits} bits of {kind} by {strategy}; supported are 4 and 8 bits of int packed, and 8 bits "
+            f"of int or float as {', '.join(_UNPACKED)}",
+        )
+    size, outputs = None, 1
+    if strategy == "group":
+        size = _group_size(config, weights["group_size"])
+    elif strategy == "block":
+        outputs, size = weights["block_structure"]
+    integers: Format = "int4" if bits == 4 else "int8"
+    return WeightFormat(
+        format="fp8_e4m3" if kind == "float" else integers,
+        group_size=size,
+        block_outputs=outputs,
+        has_zeros=not symmetric,
+        has_order=weights.get("actorder") in ("group", True),
+        rounds_inputs=plain and kind == "int" and inputs is not None,
+    )
+
+
+def _group_size(config: dict[str, Any], size: Any) -> int | None:
+    if size == -1:
+        return None
+    if not isinstance(size, int) or size < 1:
+        raise unsupported(config, f"group_size={size!r} is no number of inputs")
+    return size
+
+
+def unsupported(config: dict[str, Any], why: str) -> ValueError:
+    """The error for a quantization_config that is not supported."""
+    return ValueError(
+        f"the checkpoint is quantised ({in_words(config)}), which is not supported: {why}; {_ADVICE}"
+    )
+
+
+def _flat(names: Any) -> list[str]:
+    """The names in a list, or in a list of lists."""
+    if isinstance(names, str):
+        return [names]
+    return [name for each in names for name in _flat(each)]
+
+
+def _matches(pattern: str, layer: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), layer) is not None
+    return pattern == "Linear" or f".{pattern}." in f".{layer}."
+
+
+def _renamed_layer(name: str, rename: Callable[[str], str | None]) -> str | None:
+    found = rename(f"{name}.weight")
+    return None if found is None else found.removesuffix(".weight")
