@@ -21,13 +21,15 @@ class Case:
     num_in: int = 512
     num_out: int = 256
     format: str = "int8"
-    group_size: int | None = None
+    group_size: int | None = None  # None: int8 and fp8 have a scale per output
     symmetric: bool = False  # int4 without zeros
     round_x: bool = False
     dtype: str = "bfloat16"
 
 
 _int4 = partial(Case, format="int4", group_size=128)
+_int8_groups = partial(Case, format="int8", group_size=128)
+_fp8_groups = partial(Case, format="fp8_e4m3", group_size=128)
 SMALL = (
     Case(name="int8"),
     Case(name="int8-one-token", num_tokens=1),
@@ -41,6 +43,12 @@ SMALL = (
     _int4(name="int4-groups-of-32", group_size=32),
     Case(name="fp8", format="fp8_e4m3"),
     Case(name="fp8-odd-tokens", format="fp8_e4m3", num_tokens=67, num_in=640),
+    _int8_groups(name="int8-groups"),
+    _int8_groups(name="int8-groups-many-tokens", num_tokens=200, num_in=640, num_out=384),
+    _fp8_groups(name="fp8-groups"),
+    _fp8_groups(name="fp8-groups-one-token", num_tokens=1),
+    _fp8_groups(name="fp8-groups-odd-number", num_in=896, num_out=384, num_tokens=19),
+    _fp8_groups(name="fp8-groups-many-tokens", num_tokens=200, num_in=640, num_out=384),
 )
 
 # Qwen2.5's linear layers, (in, out): q, k and v; o; gate and up; down.

@@ -4,7 +4,7 @@ wgmma takes its left operand from registers, so that is the weight: a program co
 
 **Tile.** A program is one warpgroup, with ROWS outputs, wgmma's rows, and a tile of tokens, padded to a multiple of 8,
 not of 64. Weights are converted in registers to integers that bfloat16 represents exactly, or to fp8's values: they are
-never rounded. int4's groups are separate products, whose float32 sums are multiplied by the scale; other formats' scale
+never rounded. Groups are separate products, whose float32 sums are multiplied by the scale; a scale per output
 multiplies the sum of all inputs, before bias and cast. A result in bfloat16 is half the bytes of the sums.
 
 **Splits.** Layers with few outputs have fewer tiles than the chip has SMs: their inputs are split. XLA adds the parts
@@ -12,7 +12,7 @@ in order, then scales, adds the bias and casts. The number of parts, and so the 
 weight's shape: a row's result does not depend on the number of rows.
 
 **Stages.** Step i multiplies a chunk: CHUNK bytes of each output and x's values for them, which lie in stage i % S of S
-stages of shared memory, with int4's scales and zeros.
+stages of shared memory, with the groups' scales and zeros.
 
 **Protocol.** The warpgroup starts all copies itself: those for step i at the end of step i - S, the first S before the
 loop.
@@ -23,7 +23,7 @@ loop.
     the same, free     step i           TMA for step i + S    commit_smem, end of step i    all threads to have read
     sums in registers  wgmma of step i  step i + 1, store     implied by reading them       wgmma to be done
 
-Letters: T tokens, E inputs, F outputs, J groups of int4, G = E / J.
+Letters: T tokens, E inputs, F outputs, J groups, G = E / J.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from pallas_kernels.matmul.reference import with_bias
 from pallas_kernels.quant_matmul.quantized import (
     MIDDLE,
     QuantizedWeight,
+    not_for_rounded_rows,
     padded,
     round_rows,
 )
@@ -64,7 +65,7 @@ from pallas_kernels.wgmma import (
 
 ROWS = 128  # outputs of a program
 CHUNK = 128  # bytes of an output per stage
-GROUP_SIZES = (32, 64, 128)
+GROUP_SIZES = (32, 64, 128)  # of int4; of int8 and fp8 CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +93,14 @@ def unsupported_reason(
         return reason
     if dtype != jnp.bfloat16:
         return f"x is {dtype}; the kernel reads bfloat16"
-    if round_x and weight.format != "int8":
-        return f"x is rounded for int8 weights, and this one is {weight.format}"
+    if round_x and (reason := not_for_rounded_rows(weight)):
+        return reason
     num_out, width = weight.data.shape
     if num_out % ROWS:
         return f"{num_out} outputs are no multiple of {ROWS}"
-    if weight.format == "int4" and weight.group_size not in GROUP_SIZES:
-        return f"groups have {weight.group_size} inputs, none of {GROUP_SIZES}"
+    sizes = GROUP_SIZES if weight.format == "int4" else (CHUNK,)
+    if weight.has_groups and weight.group_size not in sizes:
+        return f"groups have {weight.group_size} inputs, none of {sizes}"
     if width % CHUNK:
         return f"{weight.shape[1]} inputs of {weight.format} are no multiple of {CHUNK} bytes"
     return None
@@ -126,13 +128,14 @@ def quant_matmul(
     row_scale = None
     if round_x:
         x, row_scale = round_rows(x, axis_name)
-    most = 64 if weight.format == "int4" else 128  # columns of float32 sums that fit in registers
+    # Columns of float32 sums that fit in registers; with groups there are sums of a group, too.
+    most = 64 if weight.has_groups else 128
     tile = next(n for n in (8, 16, 32, 64, 128) if n >= min(num_tokens, most))
     fill = ((0, -num_tokens % tile), (0, 0))
     x = jnp.pad(x, fill)
     last = _Last(
         row_scale=None if row_scale is None else jnp.pad(row_scale, fill)[:, 0],
-        scale=None if weight.format == "int4" else weight.scale,
+        scale=None if weight.has_groups else weight.scale,
         bias=bias,
     )
     parts = _parts(x, weight, last, jnp.dtype(dtype), tile, sizes, interpret)[:, :num_tokens]
@@ -159,8 +162,8 @@ class _Operands(NamedTuple):
 
     x: Any  # [T, E], a stage [tile, inputs of a chunk]: bfloat16, or int8 if rounded
     data: Any  # [F, bytes of E], a stage [ROWS, CHUNK]: int8 or fp8; int4 as pairs in int8
-    scale: Any = None  # float32[J, F], a stage [groups of a chunk, ROWS]: only of int4
-    zero: Any = None  # uint8, likewise, or None
+    scale: Any = None  # float32[J, F], a stage [groups of a chunk, ROWS]: only with groups
+    zero: Any = None  # uint8, likewise: of int4, or None
 
     def present(self) -> list[Any]:
         return [each for each in self if each is not None]
@@ -173,7 +176,7 @@ class _Last(NamedTuple):
     """What is done with the sum of all inputs before the cast, in this order. Arrays, or in a kernel refs, or None."""
 
     row_scale: Any  # float32[T]: only of rounded x
-    scale: Any  # float32[F]: of int8 and fp8
+    scale: Any  # float32[F]: without groups
     bias: Any  # [F]
 
 
@@ -209,6 +212,8 @@ def _parts(
         data = lax.bitcast_convert_type(weight.data, jnp.int8)
         arrays = _Operands(x, data, weight.scale, weight.zero)
         inputs, num_groups = 2 * CHUNK, 2 * CHUNK // group
+    elif weight.has_groups:
+        arrays, num_groups = _Operands(x, weight.data, weight.scale), 1
     by_group = arrays.present()[2:]
     group_bytes = num_groups * ROWS * sum(each.dtype.itemsize for each in by_group)
     stage_bytes = ROWS * CHUNK + tile * inputs * x.dtype.itemsize + group_bytes
@@ -217,7 +222,7 @@ def _parts(
     def body(refs: _Operands, last_refs: _Last, out_ref: Ref, memory: _Memory):
         rows = piece(lax.axis_index("rows"), ROWS)
         tokens = piece(lax.axis_index("tile"), tile)
-        multiply = _multiplication(weight.format, x.dtype, group, memory.wide, interpret)
+        multiply = _multiplication(weight, x.dtype, memory.wide, interpret)
 
         def fetch(chunk, stage):
             places = [(tokens, piece(chunk, inputs)), (rows, piece(chunk, CHUNK))]
@@ -317,13 +322,15 @@ def _finished(sums, last: _Last, rows, tokens):
 
 
 def _multiplication(
-    format: str, x_dtype: jnp.dtype, group: int, wide_smem: Ref | None, interpret: Any
+    weight: QuantizedWeight, x_dtype: jnp.dtype, wide_smem: Ref | None, interpret: Any
 ) -> Callable[[Any, _Operands], Any]:
-    """acc, a stage -> acc + the product of the stage; chosen before the loop, for the format and the interpreter."""
+    """acc, a stage -> acc + the product of the stage; chosen before the loop, for the weight and the interpreter."""
     operand = partial(as_operand, smem=wide_smem)
     add = partial(added_product, interpret=interpret)
-    if format == "int4":
-        return partial(_add_groups, operand=operand, group=group)
+    if weight.format == "int4":
+        return partial(_add_int4, operand=operand, group=weight.group_size)
+    if weight.has_groups:
+        return partial(_add_group, operand=operand)
     if x_dtype == jnp.int8:
         return lambda acc, stage: add(acc, stage.data, stage.x.transpose((1, 0)))
     return lambda acc, stage: add(acc, operand(_widen(stage.data)), stage.x.transpose((1, 0)))
@@ -339,7 +346,14 @@ def _widen(data_smem):
     return half.astype(jnp.float32).astype(jnp.bfloat16)
 
 
-def _add_groups(acc, stage: _Operands, *, operand: Callable[[jax.Array], Any], group: int):
+def _add_group(acc, stage: _Operands, *, operand: Callable[[jax.Array], Any]):
+    """acc + the product of a chunk of int8 or fp8 that is a group."""
+    part = product(operand(_widen(stage.data)), stage.x.transpose((1, 0)))
+    scale = load(stage.scale.at[0], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    return acc + part * lax.broadcast_in_dim(scale, part.shape, [0])
+
+
+def _add_int4(acc, stage: _Operands, *, operand: Callable[[jax.Array], Any], group: int):
     """acc + the products of a chunk of int4: 128 bytes, or 256 inputs, of each output."""
     by_out = plgpu.Layout.WGMMA.reduce(1)
 

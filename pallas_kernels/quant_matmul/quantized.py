@@ -20,16 +20,17 @@ MIDDLE = 8  # the zero of int4 weights without zeros
 class QuantizedWeight:
     """A weight [F, E] as checkpoints store linear layers. The dtype of `data` is its format.
 
-    - int8: int8[F, E]; the weight is data * scale.
+    - int8: int8[F, E]; the weight is data * scale, with a scale per output, or per output and group: group j has inputs
+      [j g, (j + 1) g), g = E / J. A checkpoint's scale for a block of several outputs is repeated for each of them.
     - fp8_e4m3: float8_e4m3fn[F, E]; likewise.
-    - int4: uint8[F, E / 2]. Group j has inputs [j g, (j + 1) g), and the weight is (q - zero[j]) * scale[j] with q in
-      0..15. Of each pair of groups the first has the low halves of bytes, the second the high ones: byte p g + i holds
+    - int4: uint8[F, E / 2], always with groups. The weight is (q - zero[j]) * scale[j] with q in 0..15. Of each pair of
+      groups the first has the low halves of bytes, the second the high ones: byte p g + i holds
       q[2 p g + i] + 16 q[(2 p + 1) g + i]. So a kernel unpacks whole groups without moving data. J is even; an odd
       number is padded by a group with scale 0, and then E here is larger than that of x.
     """
 
     data: jax.Array
-    scale: jax.Array  # float32[F]; int4: float32[J, F]
+    scale: jax.Array  # float32[F], or of groups float32[J, F]
     zero: jax.Array | None = None  # int4 only: uint8[J, F]; None: 8 everywhere
 
     @property
@@ -43,30 +44,33 @@ class QuantizedWeight:
         return num_out, width * (2 if self.format == "int4" else 1)
 
     @property
+    def has_groups(self) -> bool:
+        return self.scale.ndim == 2
+
+    @property
     def group_size(self) -> int:
         """The number of inputs that share a scale."""
-        return self.shape[1] // (self.scale.shape[0] if self.format == "int4" else 1)
+        return self.shape[1] // (self.scale.shape[0] if self.has_groups else 1)
 
 
 def quantize(weight: jax.Array, format: str, group_size: int | None = None) -> QuantizedWeight:
     """Quantize `weight` [F, E] by its extreme values, with rounding to nearest: in float32, for checkpoints that are
     not quantized, and tests.
 
-    int8 and fp8 are symmetric: scale = max |w| / 127 or 448, per output. int4 is asymmetric, per output and group, as
-    AWQ (arXiv:2306.00978): scale = (max(w, 0) - min(w, 0)) / 15, zero = round(-min(w, 0) / scale).
-    Raises ValueError if E is not a multiple of `group_size`.
+    int8 and fp8 are symmetric: scale = max |w| / 127 or 448, per output, or with `group_size` per output and group.
+    int4 is asymmetric, per output and group, as AWQ (arXiv:2306.00978): scale = (max(w, 0) - min(w, 0)) / 15, zero =
+    round(-min(w, 0) / scale). Raises ValueError if E is not a multiple of `group_size`.
     """
     w = weight.astype(jnp.float32)
-    if format != "int4":
-        most = 127.0 if format == "int8" else float(jnp.finfo(FP8).max)
-        largest = jnp.abs(w).max(axis=1)
-        scale = jnp.where(largest == 0.0, 1.0, largest / most)
-        w = w / scale[:, None]
-        data = jnp.round(w).astype(jnp.int8) if format == "int8" else w.astype(FP8)
+    if format != "int4" and group_size is None:
+        data, scale = _symmetric(w, format)
         return QuantizedWeight(data=data, scale=scale)
     if group_size is None or w.shape[1] % group_size:
         raise ValueError(f"{w.shape[1]} inputs are not divided into groups of {group_size}")
     groups = w.reshape(w.shape[0], -1, group_size)
+    if format != "int4":
+        data, scale = _symmetric(groups, format)
+        return QuantizedWeight(data=data.reshape(w.shape), scale=scale.T)
     low = jnp.minimum(groups.min(axis=2), 0.0)
     scale = (jnp.maximum(groups.max(axis=2), 0.0) - low) / 15.0
     scale = jnp.where(scale == 0.0, 1.0, scale)
@@ -74,6 +78,15 @@ def quantize(weight: jax.Array, format: str, group_size: int | None = None) -> Q
     q = jnp.clip(jnp.round(groups / scale[:, :, None]) + zero[:, :, None], 0.0, 15.0)
     q = q.astype(jnp.uint8).reshape(w.shape)
     return pack(q, scale.T, zero.T.astype(jnp.uint8))
+
+
+def _symmetric(w: jax.Array, format: str) -> tuple[jax.Array, jax.Array]:
+    """int8 or fp8 of float32[..., E], and their scale float32[...]."""
+    most = 127.0 if format == "int8" else float(jnp.finfo(FP8).max)
+    largest = jnp.abs(w).max(axis=-1)
+    scale = jnp.where(largest == 0.0, 1.0, largest / most)
+    w = w / scale[..., None]
+    return jnp.round(w).astype(jnp.int8) if format == "int8" else w.astype(FP8), scale
 
 
 def pack(q: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> QuantizedWeight:
@@ -112,6 +125,15 @@ def round_rows(x: jax.Array, axis_name: str | None = None) -> tuple[jax.Array, j
     # between two integers would be rounded differently.
     scale = jnp.where(largest == 0.0, 1.0, largest * (1.0 / 127.0))
     return jnp.round(x * (1.0 / scale)).astype(jnp.int8), scale
+
+
+def not_for_rounded_rows(weight: QuantizedWeight) -> str | None:
+    """Why rounded rows of x are not multiplied with this weight, in one line; None if they are."""
+    if weight.format != "int8":
+        return f"x is rounded for int8 weights, and this one is {weight.format}"
+    if weight.has_groups:
+        return f"x is rounded for a scale per output, and this weight has groups of {weight.group_size} inputs"
+    return None
 
 
 def padded(x: jax.Array, weight: QuantizedWeight) -> jax.Array:

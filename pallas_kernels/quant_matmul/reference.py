@@ -21,7 +21,10 @@ def dequantize(weight: QuantizedWeight) -> Float[Array, "F E"]:
     if weight.format == "int4":
         values = unpack(weight).astype(jnp.float32) * weight.scale.T[:, :, None]
         return values.reshape(weight.shape)
-    return weight.data.astype(jnp.float32) * weight.scale[:, None]
+    values = weight.data.astype(jnp.float32)
+    if weight.has_groups:
+        return values * jnp.repeat(weight.scale.T, weight.group_size, axis=1)
+    return values * weight.scale[:, None]
 
 
 def quant_matmul(
@@ -35,8 +38,8 @@ def quant_matmul(
     """x times the transposed weight, plus bias: a float32 sum, rounded to `dtype`.
 
     With `round_x` x is quantized to int8 first, with one scale per row: x = integers * scale, scale = max |x| / 127
-    (vector-wise quantization, LLM.int8(), arXiv:2208.07339, section 3.1). It is meant for int8 weights. Raises
-    ValueError if x does not fit the weight.
+    (vector-wise quantization, LLM.int8(), arXiv:2208.07339, section 3.1). It is meant for int8 weights
+    with a scale per output. Raises ValueError if x does not fit the weight.
     """
     x, w = padded(x, weight).astype(jnp.float32), dequantize(weight)
     if round_x:

@@ -4,18 +4,19 @@ A grid of (tile of tokens, tile of outputs). A tile of tokens stays in VMEM whil
 of outputs at a time, each with all its inputs: tiles of tokens are large, since the weight is read once for each.
 
 Weights are converted to integers that bfloat16 represents exactly, or to fp8's values, so they are never rounded, and
-scales multiply float32 sums: of an output (int8, fp8), or of a group (int4), minus its zero times the sum of the
-group's x. For int4 the kernel uses q - 8 and zero - 8, so a weight without zeros needs no subtraction. Bias and cast
-come last, in the kernel: a result in bfloat16 is half the bytes of the sums.
+scales multiply float32 sums: of an output, or of a group, which for int4 is minus its zero times the sum of the group's
+x. For int4 the kernel uses q - 8 and zero - 8, so a weight without zeros needs no subtraction. Bias and cast come last,
+in the kernel: a result in bfloat16 is half the bytes of the sums.
 
-The sum of an output is over chunks of inputs in an order that depends only on the weight's shape: a row's result does
-not depend on the number of rows, as long as the MXU's does not.
+The sum of an output is over chunks or groups of inputs in an order that depends only on the weight's shape: a row's
+result does not depend on the number of rows, as long as the MXU's does not.
 
-Letters: T tokens, E inputs, F outputs, J groups of int4, G = E / J.
+Letters: T tokens, E inputs, F outputs, J groups, G = E / J.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,16 +30,23 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic_tpu import LANES, dot_transposed, in_chunks
-from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
+from pallas_kernels.quant_matmul.quantized import (
+    MIDDLE,
+    QuantizedWeight,
+    not_for_rounded_rows,
+    padded,
+    round_rows,
+)
 
 X_BYTES = 14 << 20  # per tile of x, at most
 # Per weight tile, at most. Two of both and of the result, and sums: at most 48 MB.
 TILE_BYTES = 7 << 20
 CHUNK = 4096  # inputs multiplied at once. Sums are divided there, so it is never tuned
 VMEM_BYTES = 52 << 20  # of at least 64 MB
-GROUP_SIZES = (32, 64, 128)
-# Slices of int4, of LANES bytes each, in an iteration: with up to LANES tokens, and with more. The MXU can begin one
-# before it has the results of another; with many tokens that gains little, and large programs compile slowly.
+GROUP_SIZES = (32, 64, 128)  # of int4
+# Of weights with groups: slices of 2 * LANES inputs in an iteration, with up to LANES tokens, and with more. The MXU
+# can begin one before it has the results of another; with many tokens that gains little, and large programs compile
+# slowly.
 SLICES_OF_FEW, SLICES_OF_MANY = 8, 2
 UNIT = 16  # the kernel has UNIT * (q - 8), in the upper half of a byte
 
@@ -65,8 +73,8 @@ def unsupported_reason(
     """Why the kernel does not support this dtype of x, in one line; None if it does. Needs only shapes and dtypes."""
     if dtype != jnp.bfloat16:
         return f"x is {dtype}; the kernel reads bfloat16"
-    if round_x and weight.format != "int8":
-        return f"x is rounded for int8 weights, and this one is {weight.format}"
+    if round_x and (reason := not_for_rounded_rows(weight)):
+        return reason
     num_in = weight.shape[1]
     if weight.format == "int4":
         if weight.group_size not in GROUP_SIZES:
@@ -75,6 +83,8 @@ def unsupported_reason(
             return f"{num_in} inputs are no multiple of {2 * LANES}, in two halves of bytes"
     elif num_in % LANES:
         return f"{num_in} inputs are no multiple of {LANES}"
+    elif weight.has_groups and (weight.group_size % LANES or weight.group_size > CHUNK):
+        return f"groups have {weight.group_size} inputs, no multiple of {LANES} up to {CHUNK}"
     if LANES * weight.data.shape[1] > TILE_BYTES or LANES * num_in * 2 > X_BYTES:
         return f"{num_in} inputs of a tile do not fit into VMEM"
     return None
@@ -151,7 +161,7 @@ class _Arrays(NamedTuple):
 
     x: Any  # [T, E]: bfloat16, or int8 if rounded; the last tile may have fewer tokens
     data: Any  # [F, bytes of E]: int8 or fp8; int4 as pairs in uint8
-    scale: Any  # float32[1 or J, F]
+    scale: Any  # float32[J, F], or [1, F] without groups
     row_scale: Any = None  # float32[T, 1]: only of rounded x
     zero: Any = None  # uint8[J, F]: only of int4
     bias: Any = None  # [1, F]
@@ -191,7 +201,7 @@ def _call(
     if arrays.zero is not None:
         zero = pltpu.VMEM((arrays.zero.shape[0], tile_out), jnp.float32)
     return pl.pallas_call(
-        partial(_body, group_size=weight.group_size if weight.format == "int4" else None),
+        partial(_body, group_size=weight.group_size if weight.has_groups else None),
         grid=(pl.cdiv(x.shape[0], tile_tokens), pl.cdiv(num_out, tile_out)),
         in_specs=(specs,),
         out_specs=pl.BlockSpec((tile_tokens, tile_out), lambda t, o: (t, o)),
@@ -206,12 +216,16 @@ def _call(
 
 
 def _body(refs: _Arrays, out_ref, scratch: _Scratch, *, group_size: int | None):
-    """group_size: of int4."""
+    """group_size: None without groups."""
     sums = scratch.sums
     sums[...] = jnp.zeros(sums.shape, sums.dtype)
-    if group_size is not None:
-        _add_groups(refs, scratch, group_size)
+    if refs.data.dtype == jnp.uint8:
+        assert group_size is not None
+        _add_int4(refs, scratch, group_size)
         out = sums[...] * (1.0 / UNIT)
+    elif group_size is not None:
+        _add_groups(refs, sums, group_size)
+        out = sums[...]
     else:
         _add_chunks(refs, sums)
         out = sums[...].astype(jnp.float32)
@@ -224,7 +238,7 @@ def _body(refs: _Arrays, out_ref, scratch: _Scratch, *, group_size: int | None):
 
 
 def _add_chunks(refs: _Arrays, sums) -> None:
-    """int8 and fp8: chunks of inputs, in order."""
+    """int8 and fp8 without groups: chunks of inputs, in order."""
 
     def add(chunk):
         x, w = refs.x[:, chunk], refs.data[:, chunk]
@@ -239,7 +253,36 @@ def _widen(w):
     return w.astype(jnp.int32).astype(jnp.float32).astype(jnp.bfloat16)
 
 
-def _add_groups(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
+def _add_groups(refs: _Arrays, sums, group_size: int) -> None:
+    """int8 and fp8 with groups, in order."""
+
+    def add(index):
+        group = pl.ds(pl.multiple_of(index * group_size, LANES), group_size)
+        part = dot_transposed(refs.x[:, group], _widen(refs.data[:, group]))
+        sums[...] += part * refs.scale[pl.ds(index, 1), :]
+
+    at_once = max(1, _slices_at_once(sums) * 2 * LANES // group_size)
+    _repeat(refs.scale.shape[0], at_once, add)
+
+
+def _slices_at_once(sums) -> int:
+    return SLICES_OF_FEW if sums.shape[0] <= LANES else SLICES_OF_MANY
+
+
+def _repeat(count: int, at_once: int, act: Callable[[Any], None]) -> None:
+    """Calls act(i) for i in [0, count), in order, `at_once` of them in an iteration."""
+
+    def some(i, _):
+        for number in range(at_once):
+            act(i * at_once + number)
+
+    if count >= at_once:
+        lax.fori_loop(0, count // at_once, some, None)
+    for index in range(count - count % at_once, count):
+        act(index)
+
+
+def _add_int4(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
     """int4: slices of LANES bytes of each output, in order: a pair of groups, or several pairs of smaller ones."""
     if refs.zero is not None:
         zero = refs.zero[...].astype(jnp.int32).astype(jnp.float32)
@@ -262,16 +305,7 @@ def _add_groups(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
             total += part * refs.scale[row, :]
         scratch.sums[...] = total
 
-    at_once = SLICES_OF_FEW if scratch.sums.shape[0] <= LANES else SLICES_OF_MANY
-
-    def add_some(i, _):
-        for number in range(at_once):
-            add(i * at_once + number)
-
-    if num_slices >= at_once:
-        lax.fori_loop(0, num_slices // at_once, add_some, None)
-    for index in range(num_slices - num_slices % at_once, num_slices):
-        add(index)
+    _repeat(num_slices, _slices_at_once(scratch.sums), add)
 
 
 def _planes(data: jax.Array) -> list[jax.Array]:

@@ -84,7 +84,8 @@ def random_weight(case: Case, seed: int) -> QuantizedWeight:
     data = jax.random.bits(jax.random.key(seed), (case.num_out, width), jnp.uint8)
     if case.format != "int4":
         data = lax.bitcast_convert_type(data, jnp.int8 if case.format == "int8" else FP8)
-        return QuantizedWeight(data=data, scale=jnp.ones(case.num_out))
+        by_group = () if case.group_size is None else (case.num_in // case.group_size,)
+        return QuantizedWeight(data=data, scale=jnp.ones((*by_group, case.num_out)))
     zero = jnp.full((groups, case.num_out), 7, jnp.uint8)
     return QuantizedWeight(data=data, scale=jnp.ones(zero.shape), zero=zero)
 

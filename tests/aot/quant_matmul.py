@@ -16,7 +16,15 @@ from tests.aot.program import Program
 from tests.aot.shapes import spec
 
 TARGETS = ("v5e:2x2", "tpu7x:2x2x1", "h200")
-FORMATS = ("int8", "int8-rounded-x", "int4", "int4-symmetric", "fp8_e4m3")
+FORMATS = (
+    "int8",
+    "int8-rounded-x",
+    "int8-groups",
+    "int4",
+    "int4-symmetric",
+    "fp8_e4m3",
+    "fp8_e4m3-groups",
+)
 OTHER_SIZES = {
     "gpu": dict(smem_kib=200, most_stages=8, enough_programs=264),
     "tpu": dict(tile_tokens=256, tile_out=1024, least_tiles=4),
@@ -48,7 +56,7 @@ def products() -> Iterator[Product]:
     for format in FORMATS:
         for num_tokens in (8, 2048):
             yield Product(format=format, num_tokens=num_tokens, **wide)
-    for format in ("int8", "int4"):
+    for format in ("int8", "int4", "fp8_e4m3-groups"):
         for num_tokens in (8, 2048):
             yield Product(format=format, num_tokens=num_tokens, num_in=18944, num_out=3584)
         yield Product(format=format, num_tokens=64, **wide)
@@ -82,9 +90,10 @@ def _arguments(product: Product) -> tuple:
     num_in, num_out = product.num_in, product.num_out
     x = spec((product.num_tokens, num_in), "bfloat16")
     if not product.format.startswith("int4"):
-        dtype = "float8_e4m3fn" if product.format == "fp8_e4m3" else "int8"
+        dtype = "float8_e4m3fn" if product.format.startswith("fp8_e4m3") else "int8"
+        by_group = (num_in // product.group_size,) if product.format.endswith("groups") else ()
         return x, QuantizedWeight(
-            data=spec((num_out, num_in), dtype), scale=spec((num_out,), "float32")
+            data=spec((num_out, num_in), dtype), scale=spec((*by_group, num_out), "float32")
         )
     groups = -(-num_in // product.group_size // 2) * 2
     weight = QuantizedWeight(

@@ -76,12 +76,15 @@ def zero_of_powers_of_two(weight: QuantizedWeight) -> jax.Array | None:
 def numpy_weight(weight: QuantizedWeight) -> np.ndarray:
     """float64[F, E] of a formula written out, a number at a time."""
     data, scale = np.asarray(weight.data), np.asarray(weight.scale, np.float64)
-    if weight.format != "int4":
+    if scale.ndim == 1:
         return data.astype(np.float64) * scale[:, None]
     num_out, num_in = weight.shape
-    size, out = weight.group_size, np.zeros((num_out, num_in))
+    size, out = num_in // scale.shape[0], np.zeros((num_out, num_in))
     for column in range(num_in):
         group = column // size
+        if weight.format != "int4":
+            out[:, column] = data[:, column].astype(np.float64) * scale[group]
+            continue
         byte = data[:, group // 2 * size + column % size].astype(int)
         q = byte // 16 if group % 2 else byte % 16
         zero = 8 if weight.zero is None else np.asarray(weight.zero)[group].astype(int)

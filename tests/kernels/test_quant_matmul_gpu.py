@@ -23,13 +23,22 @@ from tests.kernels.quant_matmul import QuantMatmulTests, case_of, scale_of_power
 __test__ = unsupported_jax() is None
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
 
-ONE_OF_EACH = ("int8", "int4", "fp8", "int8-rounded-x")
+ONE_OF_EACH = ("int8", "int4", "fp8", "int8-rounded-x", "int8-groups", "fp8-groups")
 # Of a model's depth, so that inputs are split: 3 and 4 chunks a program.
 SPLIT = (
     Case(name="int8-split", num_in=1408, num_out=128, num_tokens=3),
     Case(name="int8-rounded-x-split", num_in=1408, num_out=128, num_tokens=3, round_x=True),
     Case(name="fp8-split", num_in=1408, num_out=128, num_tokens=3, format="fp8_e4m3"),
     Case(name="int4-split", num_in=2816, num_out=128, num_tokens=3, format="int4", group_size=128),
+    Case(name="int8-groups-split", num_in=1408, num_out=128, num_tokens=3, group_size=128),
+    Case(
+        name="fp8-groups-split",
+        num_in=1408,
+        num_out=128,
+        num_tokens=3,
+        format="fp8_e4m3",
+        group_size=128,
+    ),
 )
 
 
@@ -42,7 +51,7 @@ class Hopper(QuantMatmulTests):
 
     cases, bound = cases.SMALL + SPLIT, 5e-6
 
-    @pytest.mark.parametrize("name", [*ONE_OF_EACH, "int8-rounded-x-split"])
+    @pytest.mark.parametrize("name", [*ONE_OF_EACH, "int8-rounded-x-split", "fp8-groups-split"])
     def test_bias_and_cast_come_last(self, name):
         """In the kernel, or after the sum of parts."""
         (case,) = (case for case in self.cases if case.name == name)
@@ -71,8 +80,8 @@ def test_no_two_copies_touch_the_same_memory_unordered(name, monkeypatch, capsys
 @pytest.mark.parametrize("case", [*map(case_of, ONE_OF_EACH), *SPLIT], ids=lambda c: c.name)
 def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(case, monkeypatch):
     """Also where one program takes all splits, and with fewer stages. How a chunk is summed is up to the GPU: here it
-    is rounded correctly, and int4's scales are powers of two. (NumPy's order depends on the shape, and XLA:CPU rounds a
-    product before it is added or not, as it likes.)
+    is rounded correctly, and the scales of groups are powers of two. (NumPy's order depends on the shape, and
+    XLA:CPU rounds a product before it is added or not, as it likes.)
     """
     sum_in_float64(monkeypatch)
     x, weight = cases.arguments(replace(case, num_tokens=64))
@@ -94,6 +103,9 @@ def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(case, monkeypatch
         (dict(num_in=384, format="int4", group_size=64), "384 inputs of int4 are no multiple"),
         (dict(format="int4", group_size=256), "groups have 256 inputs, none of"),
         (dict(format="fp8_e4m3", round_x=True), "x is rounded for int8 weights"),
+        (dict(group_size=128, round_x=True), "x is rounded for a scale per output"),
+        (dict(group_size=64), r"groups have 64 inputs, none of \(128,\)"),
+        (dict(format="fp8_e4m3", group_size=256), r"groups have 256 inputs, none of \(128,\)"),
     ],
     ids=lambda x: str(x)[:20],
 )

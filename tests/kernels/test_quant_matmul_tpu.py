@@ -29,8 +29,8 @@ from tests.kernels.quant_matmul import (
     zero_of_powers_of_two,
 )
 
-ONE_OF_EACH = ("int8", "int4", "fp8", "int8-rounded-x")
-# Inputs of 11 slices of int4: an iteration and three slices with few tokens, five and one with many.
+ONE_OF_EACH = ("int8", "int4", "fp8", "int8-rounded-x", "int8-groups", "fp8-groups")
+# Inputs of 11 slices of weights with groups: an iteration and three slices with few tokens, five and one with many.
 MANY_SLICES = 11 * 2 * tpu.LANES
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
@@ -51,7 +51,7 @@ def run(x, weight, bias=None, **options) -> np.ndarray:
 class TestTPU(QuantMatmulTests):
     """Weights and x are not rounded, so only the order of float32's sums differs."""
 
-    fast, bound = ("int8", "int4"), 2e-6
+    fast, bound = ("int8", "int4", "fp8-groups-odd-number"), 2e-6
 
     def product(self, x, weight, *, round_x, **options):
         return run(x, weight, round_x=round_x, **options)
@@ -65,11 +65,20 @@ class TestTPU(QuantMatmulTests):
         self.check(case, sizes=sizes)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["int4", "int4-symmetric", "int4-groups-of-32"])
+    @pytest.mark.parametrize(
+        "name", ["int4", "int4-symmetric", "int4-groups-of-32", "int8-groups", "fp8-groups"]
+    )
     @pytest.mark.parametrize("num_tokens", [19, 200])
-    def test_int4_slices_that_do_not_fill_the_last_iteration(self, name, num_tokens):
+    def test_slices_that_do_not_fill_the_last_iteration(self, name, num_tokens):
         case = replace(case_of(name), num_tokens=num_tokens, num_in=MANY_SLICES)
         self.check(case)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("group_size", [256, tpu.CHUNK])
+    @pytest.mark.parametrize("num_tokens", [19, 200])
+    def test_groups_of_several_registers(self, group_size, num_tokens):
+        case = replace(case_of("fp8-groups"), group_size=group_size, num_tokens=num_tokens)
+        self.check(replace(case, num_in=3 * group_size))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -85,10 +94,10 @@ class TestTPU(QuantMatmulTests):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8-groups"])
 def test_sizes_change_no_bit(name):
-    """With scales and zeros that are powers of two, as above. 300 tokens are one tile, two or three. For int4 the loop
-    differs between tiles of few and of many tokens.
+    """With scales and zeros that are powers of two, as above. 300 tokens are one tile, two or three. With groups the
+    loop differs between tiles of few and of many tokens.
     """
     case = replace(case_of(name), num_tokens=300, num_out=600, num_in=MANY_SLICES)
     x, weight = cases.arguments(case)
@@ -134,6 +143,12 @@ def test_tiles_fit_are_equally_large_and_of_few_tokens_there_are_several():
         (dict(format="int4", group_size=256), "groups have 256 inputs, none of"),
         (dict(num_in=65536, num_out=8), "65536 inputs of a tile do not fit into VMEM"),
         (dict(format="fp8_e4m3", round_x=True), "x is rounded for int8 weights"),
+        (dict(group_size=128, round_x=True), "x is rounded for a scale per output"),
+        (dict(group_size=64), "groups have 64 inputs, no multiple of 128 up to 4096"),
+        (
+            dict(num_in=8192, group_size=8192, num_out=8),
+            "groups have 8192 inputs, no multiple of 128 up to 4096",
+        ),
     ],
     ids=lambda x: str(x)[:20],
 )

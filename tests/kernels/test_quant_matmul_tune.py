@@ -181,9 +181,11 @@ def test_tuning_refuses_a_machine_without_such_a_device(platform, capability, re
         tuning.tune_here(tune.tune, tile_sizes.folder_of("quant_matmul"))
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
-def test_weights_to_measure_with_are_as_weights_are(format):
-    case = cases.Case(name="", format=format, num_in=896, group_size=128)
+@pytest.mark.parametrize(
+    ("format", "group_size"), [("int8", None), ("int4", 128), ("fp8_e4m3", 128)]
+)
+def test_weights_to_measure_with_are_as_weights_are(format, group_size):
+    case = cases.Case(name="", format=format, num_in=896, group_size=group_size)
     made = jax.eval_shape(partial(tune.random_weight, case), 0)
     wanted = jax.eval_shape(
         lambda: quantized.quantize(jax.numpy.ones((256, 896)), format, case.group_size)
