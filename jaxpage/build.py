@@ -58,7 +58,7 @@ from jaxpage.start_up_log import log_engine, log_ready, log_replicas, print_unle
 from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.adapters import adapter_reader
 from jaxpage.weights.dummy import initialise
-from jaxpage.weights.load import load, quantization_config_of
+from jaxpage.weights.load import load
 
 logger = logging.getLogger("jaxpage")
 
@@ -252,13 +252,8 @@ def make_runner(
     elif config.load_format == "dummy":
         initialise(model, seed=config.seed, mesh=spec.mesh)
     else:
-        load(
-            model,
-            config.model,
-            mesh=spec.mesh,
-            use_tqdm=use_tqdm and config.use_tqdm_on_load,
-            quantization_config=quantization_config_of(spec.hf_config),
-        )
+        use_tqdm = use_tqdm and config.use_tqdm_on_load
+        load(model, config.model, mesh=spec.mesh, use_tqdm=use_tqdm, hf_config=spec.hf_config)
     slow_products = spec.transform_weights(join=bind is None)
     spec = spec if bind is None else bind(spec)
     sized, runner = _size_runner(spec, hosts)

@@ -17,11 +17,12 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from jaxpage.engine.engine import Engine
-from jaxpage.engine_spec import EngineSpec, build_model
+from jaxpage.engine_spec import EngineSpec
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.lora import slot_axis
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.runner.runner import Runner
+from jaxpage.weights.abstract import abstract_model
 from jaxpage.weights.load import load
 
 Arrays = Mapping[str, jax.Array]  # by path in the engine's model
@@ -64,7 +65,7 @@ class DeviceMemory:
         """
         config = replace(self._spec.config, enable_lora=False)
         mesh = Mesh(np.array([_host_device()]), (TENSOR,))
-        model, _ = build_model(self._spec.hf_config, config, self._spec.mesh)
+        model, _ = abstract_model(self._spec.hf_config, config, self._spec.mesh)
         load(model, folder, mesh=mesh, use_tqdm=False)
         replace(self._spec, config=config, model=model).transform_weights()
         return {path: each.get_raw_value() for path, each in _own_variables(model).items()}

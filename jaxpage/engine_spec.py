@@ -40,8 +40,7 @@ from jaxpage.runner.memory import SequenceFootprint
 from jaxpage.runner.spec import PictureSpec, StepSpec
 from jaxpage.runner.strict import check_strict
 from jaxpage.sampling.features import processors_of
-from jaxpage.weights.load import quantization_of_checkpoint
-from jaxpage.weights.quantized_layers import declare
+from jaxpage.weights.abstract import abstract_model
 from jaxpage.weights.spec import ParamSpec, specs
 from jaxpage.weights.transform import (
     choose_experts,
@@ -54,8 +53,6 @@ from jaxpage.weights.transform import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
-_QUANTIZATIONS = {"awq_marlin": "awq", "gptq_marlin": "gptq"}  # vLLM's names of kernels
 
 # Prompt tokens scored at a time: 39 MB of logits for a vocabulary of 152 k, whatever the length of the prompt.
 _MOST_SCORED = 64
@@ -307,30 +304,6 @@ class EngineSpec:
         return facts
 
 
-def build_model(
-    hf_config: PretrainedConfig, config: ResolvedConfig, mesh: Mesh | None
-) -> tuple[CausalLM, str | None]:
-    """The abstract model, with quantised layers if the checkpoint has them, and what `quantization` resolves to: the
-    checkpoint's method if it is None. Raises ValueError for what is not supported.
-    """
-    sizes: dict[str, Any] = {"dtype": config.dtype, "max_model_len": config.max_model_len}
-    model = registry.build(hf_config, **sizes, pictures=config.takes_pictures)
-    found = quantization_of_checkpoint(model.config, hf_config, config.model)
-    wanted = _QUANTIZATIONS.get(str(config.quantization), config.quantization)
-    if wanted in ("int8", "dequantize"):
-        return model, wanted
-    method = None if found is None else found.method
-    if wanted not in (None, method):
-        raise ValueError(
-            f"quantization={config.quantization!r}, but config.json says that the weights are "
-            f"{'not quantised' if method is None else method}: leave it out, or "
-            '"int8" rounds linear layers, and "dequantize" computes with floats'
-        )
-    if found is not None:
-        declare(model, found, mesh)
-    return model, method
-
-
 def make_engine_spec(
     options: EngineConfig,
     *,
@@ -353,7 +326,7 @@ def make_engine_spec(
         device_kind=hardware.kind,
         device_memory=hardware.memory_bytes,
     )
-    model, quantization = build_model(hf_config, config, mesh)
+    model, quantization = abstract_model(hf_config, config, mesh)
     config = replace(config, quantization=quantization)
     if config.numerics == "strict":
         check_strict(config, model.config, hardware.platform)

@@ -192,7 +192,7 @@ def test_a_quant_policy_that_is_none_is_refused():
         {"scheduling_policy": "lifo"},
         {"stream_interval": 0},
         {"load_format": "gguf"},
-        {"quantization": "awq"},
+        {"quantization": "int4"},
         {"logprobs_mode": "logits"},
         {"structured_outputs_config": {"max_nesting": 0}},
         {"speculative_config": {"method": "ngram"}},

@@ -210,7 +210,7 @@ def _specs(weight: QuantizedWeight, spec: P) -> Any:
     of_groups = P(inputs, outputs)
     parts: dict[str, Any] = {
         "data": P(outputs, inputs),
-        "scale": of_groups if weight.scale.ndim == 2 else P(outputs),
+        "scale": of_groups if weight.has_groups else P(outputs),
         "zero": None if weight.zero is None else of_groups,
     }
     return QuantizedWeight(**parts)
@@ -218,4 +218,4 @@ def _specs(weight: QuantizedWeight, spec: P) -> Any:
 
 def _rounds_x(weight: QuantizedWeight) -> bool:
     """Groups of int8 weights are for inputs that are not rounded."""
-    return weight.format == "int8" and weight.scale.ndim == 1
+    return weight.format == "int8" and not weight.has_groups

@@ -39,8 +39,10 @@ def with_quantized(
     for name in stored:
         layer, _, suffix = name.rpartition(".")
         make = _MAKERS.get(suffix)
-        if make is None:
+        if make is None or name not in left:
             continue
+        if suffix == "weight_scale" and f"{layer}.weight_packed" in left:
+            continue  # it is found with the packed weights
         # Rules for exceptions are read in different ways by different tools; the tensors are what counts.
         form = quantization.format_of(layer) or quantization.formats[-1][1]
         tensors = _Tensors(layer, left)

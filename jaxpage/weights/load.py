@@ -48,7 +48,7 @@ def load(
     mesh: Mesh | None = None,
     use_tqdm: bool = True,
     naming: Naming | None = None,
-    quantization_config: Any = None,
+    hf_config: Any = None,
 ) -> Model:
     """Load the weights in `folder` into `model`, abstract or not, cast to the declared dtypes; returns the model.
 
@@ -58,13 +58,13 @@ def load(
     layers that `quantized_layers.declare` prepared for them. Raises ValueError, and does not change the model, if the
     checkpoint has missing, surplus or misshaped tensors, is quantised in a way that is not supported, or is damaged.
 
-    `naming`: for models that `registry` does not know; they are read from safetensors only. `quantization_config`: None
-    means that of config.json in the folder.
+    `naming`: for models that `registry` does not know; they are read from safetensors only. `hf_config`: says how the
+    weights are quantised; None: config.json in the folder does.
     """
     tree = find_tree(folder)
     if tree is not None and isinstance(model, CausalLM):
         return restore(model, tree, mesh=mesh, use_tqdm=use_tqdm)
-    stored = open_safetensors(model, folder, naming, quantization_config)
+    stored = open_safetensors(model, folder, naming, hf_config)
     targets = variables(model)
     total = sum(each.dtype.itemsize * math.prod(each.shape) for each in stored.values())
     with loading_bar(total, use_tqdm) as progress:
@@ -81,7 +81,7 @@ def open_safetensors(
     model: CausalLM | PoolingModel,
     folder: str | Path,
     naming: Naming | None = None,
-    quantization_config: Any = None,
+    hf_config: Any = None,
 ) -> dict[str, Stored]:
     """Each parameter by path as stored in a checkpoint. Raises like `load`."""
     config = model.config
@@ -98,9 +98,12 @@ def open_safetensors(
     if is_tied and _HEAD in stored and _EMBEDDING not in stored:
         stored[_EMBEDDING] = stored.pop(_HEAD)  # as transformers does
     places = {path: renamed.get(path, Source(path)) for path in wanted}
-    quantization = _quantization(
-        quantization_config or _quantization_config(Path(folder, "config.json")), renamed.values()
+    how = (
+        quantization_config_of(hf_config)
+        if hf_config is not None
+        else _quantization_config(Path(folder, "config.json"))
     )
+    quantization = _quantization(how, renamed.values())
     stored = with_quantized(stored, quantization and quantization.renamed(naming.tensor_name))
     found: dict[str, Stored] = {}
     for layer in quantized_layers(wanted):

@@ -1,0 +1,48 @@
+"""The abstract model of a checkpoint, whose quantised layers have the parameters of quantised weights.
+
+Knows config.json and what the `quantization` option may be. Reads no weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import Mesh
+
+from jaxpage.models import registry
+from jaxpage.models.decoder import CausalLM
+from jaxpage.weights.load import quantization_of_checkpoint
+from jaxpage.weights.quantized_layers import declare
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from jaxpage.config import ResolvedConfig
+
+_KERNELS = {"awq_marlin": "awq", "gptq_marlin": "gptq"}  # vLLM's names of kernels -> the method
+
+
+def abstract_model(
+    hf_config: PretrainedConfig, config: ResolvedConfig, mesh: Mesh | None
+) -> tuple[CausalLM, str | None]:
+    """The model, to be on one device or divided over `mesh`, and what `config.quantization` resolves to: None becomes
+    the checkpoint's own method, if there is one.
+
+    Raises ValueError for what is not supported, and for another method than the checkpoint's.
+    """
+    sizes: dict[str, Any] = {"dtype": config.dtype, "max_model_len": config.max_model_len}
+    model = registry.build(hf_config, **sizes, pictures=config.takes_pictures)
+    quantization = config.quantization
+    found = quantization_of_checkpoint(model.config, hf_config, config.model)
+    if quantization in ("int8", "dequantize"):  # of floats, which weights are dequantised to
+        return model, quantization
+    method = None if found is None else found.method
+    if quantization is not None and _KERNELS.get(quantization, quantization) != method:
+        raise ValueError(
+            f"quantization={quantization!r}, but according to config.json the weights are "
+            f'{"not quantised" if method is None else method}; leave it out. "int8" rounds linear layers, "dequantize" '
+            "computes with floats"
+        )
+    if found is not None:
+        declare(model, found, mesh)
+    return model, method

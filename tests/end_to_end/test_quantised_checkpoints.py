@@ -1,0 +1,173 @@
+"""Quantised checkpoints through the engine: the tokens of transformers with the dequantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.rl import Sampler
+from jaxpage.rl.module import load_module
+from tests import checkpoints, mixtures
+from tests.adapters import lora, merged, save_adapter
+from tests.end_to_end.test_parity import log_softmax, prompts_of, torch_logits_of
+from tests.quantized_checkpoints import FORMATS, write, write_float
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 2}
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+PROMPTS = prompts_of([3, 40, 17])
+# family, format, layers with quantised weights once projections are joined
+CASES = [
+    ("qwen2", "awq-g32", 8),
+    ("phi3", "gptq-4-asym", 8),
+    ("qwen3_moe", "fp8-block", 2),
+    ("llama", "ct-w4a16-asym", 8),
+    ("mistral", "gptq-8-g128", 8),
+    ("qwen3", "ct-fp8-dynamic", 8),
+    ("qwen2", "gptq-4-act-order", 0),
+]
+
+
+class Checkpoint:
+    """A quantised checkpoint, and the same as floats."""
+
+    def __init__(self, folder: Path, source: Path, form: str = "awq-g32"):
+        self.path, self.floats = folder / "quantised", folder / "floats"
+        self.weights = write(source, self.path, FORMATS[form])
+        write_float(source, self.floats, self.weights)
+
+
+def build(family: str, folder: Path) -> Path:
+    kind = mixtures if family in mixtures.VARIANTS else checkpoints
+    sizes = SIZES | ({"moe_intermediate_size": 128} if kind is mixtures else {})
+    return kind.build(family, 0, folder, **sizes)
+
+
+def make_llm(path: Path, **options) -> LLM:
+    return checkpoints.make_llm(path, **({"enforce_eager": True} | options))
+
+
+def answers(llm: LLM, **options) -> list[checkpoints.Answer]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False, **options)
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        (
+            list(c.token_ids),
+            [row[t].logprob for row, t in zip(c.logprobs, c.token_ids, strict=True)],
+        )
+        for c in completions
+    ]
+
+
+def assert_transformers(path: Path, got: list[checkpoints.Answer]) -> None:
+    """The tokens of the float32 checkpoint, and their log-probabilities within 1e-4."""
+    tokens = [each for each, _ in got]
+    for (ours, logprobs), logits in zip(got, torch_logits_of(path, PROMPTS, tokens), strict=True):
+        assert ours == logits.argmax(axis=-1).tolist()
+        expected = log_softmax(logits)[np.arange(len(ours)), ours]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4, rtol=0)
+
+
+def num_quantised(llm: LLM) -> int:
+    return sum(path.endswith(".scale") for path in llm._memory._variables)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("awq")
+    return Checkpoint(folder, build("qwen2", folder / "source"))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint) -> list[checkpoints.Answer]:
+    return answers(make_llm(checkpoint.path))
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "count"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if i else []) for i, each in enumerate(CASES)],
+)
+def test_tokens_are_those_of_transformers(family, form, count, tmp_path):
+    checkpoint = Checkpoint(tmp_path, build(family, tmp_path / "source"), form)
+    llm = make_llm(checkpoint.path)
+    assert num_quantised(llm) == count
+    assert_transformers(checkpoint.floats, answers(llm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_several_devices(num_devices, checkpoint, expected):
+    llm = make_llm(checkpoint.path, tensor_parallel_size=num_devices)
+    assert num_quantised(llm) == 14
+    checkpoints.assert_same_answers(answers(llm), expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_adapters(checkpoint, tmp_path):
+    adapter = save_adapter(tmp_path / "adapter", checkpoint.floats, seed=1, rank=4)
+    llm = make_llm(checkpoint.path, enable_lora=True)
+    assert_transformers(checkpoint.floats, answers(llm))
+    got = answers(llm, lora_request=lora(1, adapter))
+    assert_transformers(merged(tmp_path / "merged", checkpoint.floats, adapter), got)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"quantization": "dequantize"}, {"quantization": "dequantize", "numerics": "strict"}],
+)
+def test_floats_on_request(options, checkpoint, expected):
+    llm = make_llm(checkpoint.path, **options)
+    assert num_quantised(llm) == 0
+    checkpoints.assert_same_answers(answers(llm), expected, atol=1e-4)
+
+
+def test_the_option_names_the_checkpoints_own_method_or_what_to_do(checkpoint):
+    for name in ("awq", "awq_marlin", None):
+        config = make_llm(checkpoint.path, quantization=name, load_format="dummy").model_config
+        assert config.quantization == "awq"
+    assert make_llm(checkpoint.floats, load_format="dummy").model_config.quantization is None
+    with pytest.raises(ValueError, match=r"quantization='gptq', but .* the weights are awq"):
+        make_llm(checkpoint.path, quantization="gptq")
+    with pytest.raises(ValueError, match=r"quantization='fp8', but .* are not quantised"):
+        make_llm(checkpoint.floats, quantization="fp8")
+    with pytest.raises(ValueError, match="strict.* is not for quantization='awq'"):
+        make_llm(checkpoint.path, numerics="strict")
+
+
+@pytest.mark.slow
+def test_rounding_to_int8_begins_with_the_dequantised_weights(checkpoint):
+    rounded = answers(make_llm(checkpoint.path, quantization="int8"))
+    same = answers(make_llm(checkpoint.floats, quantization="int8"))
+    checkpoints.assert_same_answers(rounded, same, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_weights_are_replaced_and_sleep(checkpoint, expected, tmp_path):
+    llm = make_llm(checkpoint.path, enforce_eager=False)
+    llm.sleep()
+    llm.wake_up()
+    checkpoints.assert_same_answers(answers(llm), expected, atol=1e-4)
+    with pytest.raises(ValueError, match=r"according to config.json, but the checkpoint has it as"):
+        llm.update_weights(str(checkpoint.floats))
+    checkpoints.assert_same_answers(answers(llm), expected, atol=1e-4)
+    changed = {
+        n: x[::-1] if n.endswith("up_proj.weight") else x for n, x in checkpoint.weights.items()
+    }
+    other = Checkpoint(tmp_path, write_float(checkpoint.floats, tmp_path / "changed", changed))
+    llm.update_weights(str(other.path))
+    assert_transformers(other.floats, answers(llm))
+    assert llm.stats().num_recompiles == 0
+
+
+@pytest.mark.slow
+def test_a_trainers_floats_may_come_from_a_quantised_checkpoint(checkpoint, expected):
+    module = load_module(str(checkpoint.path), dtype="float32")
+    sampler = Sampler(module, str(checkpoint.path), skip_tokenizer_init=True, max_model_len=64)
+    rollout = sampler.generate(
+        PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    )
+    assert rollout.token_ids.tolist() == [tokens for tokens, _ in expected]

@@ -1,0 +1,298 @@
+"""Quantised checkpoints, read as floats and as quantised layers: the values that were written, exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import Mesh
+
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.models.decoder import CausalLM
+from jaxpage.models.layers import Linear
+from jaxpage.models.registry import build, weight_map
+from jaxpage.models.sources import Source
+from jaxpage.weights.dummy import initialise
+from jaxpage.weights.load import load, quantization_of_checkpoint
+from jaxpage.weights.quantization import quantization_of
+from jaxpage.weights.quantized_layers import declare, quantized_layers
+from jaxpage.weights.safetensors import open_checkpoint
+from jaxpage.weights.spec import specs, variables
+from pallas_kernels.quant_matmul.reference import dequantize
+from tests import checkpoints, mixtures
+from tests.quantized_checkpoints import FORMATS, write
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+}
+# Read as floats: groups whose inputs are not adjacent, 8 bits with zeros.
+AS_FLOATS = {name for name in FORMATS if "act-order" in name} | {"ct-w8a16-asym"}
+FAST = {"awq-g32", "gptq-4-asym", "fp8-block", "ct-w4a16-asym"}
+NO_CONFIG = "gptq-4-quantize-config"  # config.json does not say anything
+
+
+def formats():
+    for name in FORMATS:
+        if name != NO_CONFIG:
+            yield pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2"), **SIZES)
+
+
+def abstract(folder: Path, mesh: Mesh | None = None) -> CausalLM:
+    """The model with the layers that the checkpoint has quantised."""
+    hf_config = load_hf_config(str(folder))
+    model = build(hf_config, dtype="float32", max_model_len=64)
+    quantization = quantization_of_checkpoint(model.config, hf_config, folder)
+    assert quantization is not None
+    declare(model, quantization, mesh)
+    return model
+
+
+def values(model: CausalLM) -> dict[str, np.ndarray]:
+    """Each parameter in floats, quantised weights dequantised."""
+    wanted, found = specs(model), {}
+    held = quantized_layers(wanted)
+    for path, variable in variables(model).items():
+        layer, _, part = path.rpartition(".")
+        if layer in held and part in ("weight", "scale", "zero"):
+            module: Linear = model
+            for name in layer.split("."):
+                module = module[int(name)] if name.isdigit() else getattr(module, name)
+            assert module.quantized is not None
+            found[f"{layer}.weight"] = np.asarray(dequantize(module.quantized))
+        else:
+            found[path] = np.asarray(variable.get_value())
+    return found
+
+
+def expected(model: CausalLM, written: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same from what was written."""
+    places = weight_map(model.config)
+    found = {}
+    for path in values(model):
+        place = places.get(path, Source(path))
+        assert isinstance(place, Source)
+        found[path] = written[place.tensor][place.start : place.stop]
+    return found
+
+
+def assert_equal(model: CausalLM, written: dict[str, np.ndarray]) -> None:
+    got = values(model)
+    for path, array in expected(model, written).items():
+        np.testing.assert_array_equal(got[path], array, err_msg=path)
+
+
+@pytest.mark.parametrize("name", list(formats()))
+def test_values_are_those_that_were_written(name, source, tmp_path):
+    written = write(source, tmp_path, FORMATS[name], shards=2)
+    floats = load(build(load_hf_config(str(tmp_path)), dtype="float32"), tmp_path, use_tqdm=False)
+    assert not quantized_layers(specs(floats))
+    assert_equal(floats, written)
+    model = load(abstract(tmp_path), tmp_path, use_tqdm=False)
+    assert len(quantized_layers(specs(model))) == (0 if name in AS_FLOATS else 7)
+    assert_equal(model, written)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("name", ["awq-g128", "ct-w4a16-channel", "fp8-block", "ct-w8a8"])
+def test_devices_have_their_shares(name, num_devices, source, tmp_path):
+    written = write(source, tmp_path, FORMATS[name])
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("tensor",))
+    model = load(abstract(tmp_path, mesh), tmp_path, mesh=mesh, use_tqdm=False)
+    wanted = specs(model)
+    for path, variable in variables(model).items():
+        assert variable.get_value().sharding == wanted[path].sharding(mesh), path
+    down = wanted["model.layers.0.mlp.down_proj.weight"]
+    shape = down.sharding(mesh).shard_shape(down.shape)
+    assert shape == (down.shape[0], down.shape[1] // num_devices)
+    assert_equal(model, written)
+
+
+def test_layers_that_are_divided_into_too_small_groups_are_on_every_device(source, tmp_path):
+    # 256 inputs of o_proj on 8 devices would be a pair of groups of 16 on each.
+    write(source, tmp_path, FORMATS["awq-g128"])
+    mesh = Mesh(np.array(jax.devices()[:8]), ("tensor",))
+    described = specs(abstract(tmp_path, mesh))
+    scale = described["model.layers.0.self_attn.o_proj.scale"]
+    assert scale.shape == (2, 256)
+    assert scale.sharding(mesh).is_fully_replicated
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3_moe"])
+@pytest.mark.parametrize("format", ["gptq-4-asym", "fp8-block"])
+def test_fused_tensors_and_experts(name, format, tmp_path_factory):
+    """Rows of a quantised tensor are a quantised layer; experts are read as floats."""
+    sizes = SIZES | ({"moe_intermediate_size": 128} if name in mixtures.VARIANTS else {})
+    kind = mixtures if name in mixtures.VARIANTS else checkpoints
+    source, target = (tmp_path_factory.mktemp(each) for each in ("source", "target"))
+    kind.build(name, 0, source, **sizes)
+    written = write(source, target, FORMATS[format])
+    floats = load(build(load_hf_config(str(target)), dtype="float32"), target, use_tqdm=False)
+    model = load(abstract(target), target, use_tqdm=False)
+    held = quantized_layers(specs(model))
+    assert held == [layer for layer in held if ".experts." not in layer] and len(held) >= 3
+    want = {path: np.asarray(each.get_value()) for path, each in variables(floats).items()}
+    got = values(model)
+    assert got.keys() == want.keys()
+    for path, array in want.items():
+        np.testing.assert_array_equal(got[path], array, err_msg=path)
+    if name == "phi3":
+        qkv = [want[f"model.layers.0.self_attn.{each}_proj.weight"] for each in "qkv"]
+        np.testing.assert_array_equal(
+            np.concatenate(qkv), written["model.layers.0.self_attn.qkv_proj.weight"]
+        )
+    else:
+        down = written["model.layers.0.mlp.experts.1.down_proj.weight"]
+        np.testing.assert_array_equal(want["model.layers.0.mlp.experts.down_proj"][1], down)
+
+
+def test_exceptions_are_floats(source, tmp_path):
+    layers = ["model.layers.0.mlp.down_proj", "model.layers.0.self_attn.k_proj"]
+    written = write(source, tmp_path, FORMATS["awq-g32"], ignore=["lm_head", *layers])
+    model = load(abstract(tmp_path), tmp_path, use_tqdm=False)
+    assert len(quantized_layers(specs(model))) == 5
+    assert_equal(model, written)
+    # config.json need not list them: the tensors count.
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load(abstract(tmp_path), tmp_path, use_tqdm=False)
+    assert len(quantized_layers(specs(model))) == 5
+    assert_equal(model, written)
+
+
+def test_random_weights_have_the_spread_of_those_that_are_not_quantised(source, tmp_path):
+    for name in ("awq-g32", "gptq-8-g128", "fp8-block"):
+        write(source, tmp_path / name, FORMATS[name])
+        model = abstract(tmp_path / name)
+        stddev = variables(model)["model.embed_tokens.weight"].get_metadata()["init"].stddev
+        got = values(initialise(model, seed=0))["model.layers.0.mlp.down_proj.weight"]
+        assert np.isfinite(got).all()
+        assert 0.8 * stddev < got.std() < 1.2 * stddev
+
+
+def test_a_quantization_config_without_weights_makes_the_same_layers(source, tmp_path):
+    write(source, tmp_path, FORMATS["awq-g32"])
+    wanted = specs(abstract(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    assert specs(abstract(tmp_path)) == wanted
+
+
+UNSUPPORTED = {
+    "bits": {"quant_method": "gptq", "bits": 3, "group_size": 128},
+    "version": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+    "marlin": {"quant_method": "gptq", "bits": 4, "group_size": 128, "is_marlin_format": True},
+    "options": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:a": {}}},
+    "group": {"quant_method": "awq", "bits": 4, "group_size": 0},
+    "no group": {"quant_method": "gptq", "bits": 4},
+    "fmt": {"quant_method": "fp8", "fmt": "e5m2"},
+    "method": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "no method": {"bits": 4},
+    "fp4": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "float",
+                    "strategy": "tensor_group",
+                    "group_size": 16,
+                },
+            }
+        },
+    },
+    "empty": {"quant_method": "compressed-tensors"},
+    "wrong types": {"quant_method": "compressed-tensors", "config_groups": {"group_0": 5}},
+    "blocks": {"quant_method": "fp8", "weight_block_size": 128},
+}
+
+
+@pytest.mark.parametrize("config", list(UNSUPPORTED.values()), ids=list(UNSUPPORTED))
+def test_what_is_not_supported_is_refused_from_the_config_alone(config, source):
+    hf_config = load_hf_config(str(source), {"quantization_config": config})
+    model = build(hf_config, dtype="float32")
+    with pytest.raises(ValueError, match=r"the checkpoint is quantised \(.*not supported: "):
+        quantization_of_checkpoint(model.config, hf_config, "nowhere")
+
+
+DAMAGED = {
+    "qzeros is missing": ("awq-g32", "qzeros", None, "lacks .*down_proj.qzeros"),
+    "scales have another shape": ("awq-g32", "scales", np.s_[:-1], "512 inputs are not divided"),
+    "zeros have another shape": ("awq-g32", "qzeros", np.s_[:, :-1], r"should be int32\[16, 32\]"),
+    "scales are no matrix": ("awq-g32", "scales", np.s_[0:1, 0], "a matrix is expected"),
+    "too few outputs": ("gptq-4-g32", "qweight", np.s_[:, :-8], r"scales is .*should be floats"),
+    "half of a block": ("fp8-block", "weight_scale_inv", np.s_[:1], r"should be floats\[2, 4\]"),
+    "half of the words": ("ct-w4a16", "weight_packed", np.s_[:, :32], r"config.json belongs"),
+    "groups beyond the last": ("gptq-4-act-order", "g_idx", 99, "groups 99 to 99, but there are"),
+}
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix", "change", "message"), list(DAMAGED.values()), ids=list(DAMAGED)
+)
+def test_damage_is_found(format, suffix, change, message, source, tmp_path):
+    write(source, tmp_path, FORMATS[format])
+    file, name = tmp_path / "model.safetensors", f"model.layers.0.mlp.down_proj.{suffix}"
+    tensors = {each: stored.read() for each, stored in open_checkpoint(tmp_path).items()}
+    tensor = tensors.pop(name)
+    if isinstance(change, int):
+        tensors[name] = np.full_like(tensor, change)
+    elif change is not None:
+        tensors[name] = np.ascontiguousarray(tensor[change])
+    safetensors.numpy.save_file(tensors, file)
+    model = abstract(tmp_path)
+    before = specs(model)
+    with pytest.raises(ValueError, match=message):
+        load(model, tmp_path, use_tqdm=False)
+    if suffix != "g_idx":  # found in headers, before anything is read
+        assert specs(model) == before
+        assert all(
+            isinstance(v.get_value(), jax.ShapeDtypeStruct) for v in variables(model).values()
+        )
+
+
+def test_a_config_that_does_not_belong_to_the_weights_is_refused(source, tmp_path):
+    write(source, tmp_path, FORMATS["awq-g32"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="scales for 16 groups of inputs, and config.json says"):
+        load(abstract(tmp_path), tmp_path, use_tqdm=False)
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"quantised, as it has .*hf_overrides"):
+        load(build(load_hf_config(str(tmp_path)), dtype="float32"), tmp_path, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layer", "matches"),
+    [
+        ("Linear", "model.layers.0.mlp.up_proj", True),
+        ("mlp.gate", "model.layers.0.mlp.gate", True),
+        ("mlp.gate", "model.layers.0.mlp.gate_proj", False),
+        ("model.layers.1", "model.layers.11.mlp.up_proj", False),
+        ("re:.*self_attn", "model.layers.0.self_attn.q_proj", True),
+        ("re:self_attn", "model.layers.0.self_attn.q_proj", False),
+    ],
+)
+def test_patterns_of_exceptions(pattern, layer, matches):
+    config = {"quant_method": "fp8", "ignored_layers": [pattern]}
+    quantization = quantization_of(config)
+    assert quantization is not None
+    assert (quantization.format_of(layer) is None) == matches
