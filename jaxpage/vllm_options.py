@@ -50,6 +50,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "every token is computed by the model itself": {
         **dict.fromkeys(("diffusion_config", "engram_config"), ()),
     },
+    "config.json says how weights are quantised; "
     'linear layers can be rounded with quantization="int8", the KV cache with kv_cache_dtype': {
         "quantization_config": (),
         "allow_deprecated_quantization": (False,),

@@ -17,6 +17,7 @@ NAMES = (
     "meshes",
     "experts",
     "drafts",
+    "quantised",
     "quant_matmul",
     "paged_attention_tpu",
     "paged_attention_gpu",
