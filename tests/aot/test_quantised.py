@@ -43,14 +43,12 @@ def test_weights_stay_as_small_as_they_are_stored(place, found):
 
 
 def test_no_weight_is_dequantised_in_memory(place, found):
-    """In a decode step there is no room for the smallest of a layer's MLP in bfloat16, besides the logits of its
-    rows: the activations of 64 rows are small.
-    """
+    """A decode step has room for some arrays of a device's logits, not for one of the MLP's weights in bfloat16 too."""
     decode, _ = found
     model = place.model
-    logits = decode["bucket"]["num_rows"] * model["vocab_size"] * 4
+    logits = decode["bucket"]["num_rows"] * model["vocab_size"] * 4 // place.num_devices
     weight = 2 * model["hidden_size"] * model["intermediate_size"] // place.num_devices
-    assert decode["temp_bytes"] < 4 * logits + weight
+    assert decode["temp_bytes"] < 5.5 * logits < 2 * logits + weight
 
 
 def test_pool_and_state_stay_where_they_are(found):
