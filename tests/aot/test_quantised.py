@@ -48,7 +48,7 @@ def test_no_weight_is_dequantised_in_memory(place, found):
     model = place.model
     logits = decode["bucket"]["num_rows"] * model["vocab_size"] * 4 // place.num_devices
     weight = 2 * model["hidden_size"] * model["intermediate_size"] // place.num_devices
-    assert decode["temp_bytes"] < 5.5 * logits < 2 * logits + weight
+    assert decode["temp_bytes"] < min(5.5 * logits, 2 * logits + weight)
 
 
 def test_pool_and_state_stay_where_they_are(found):
