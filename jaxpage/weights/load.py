@@ -64,16 +64,18 @@ def load(
     tree = find_tree(folder)
     if tree is not None and isinstance(model, CausalLM):
         return restore(model, tree, mesh=mesh, use_tqdm=use_tqdm)
-    stored = open_safetensors(model, folder, naming, hf_config)
-    targets = variables(model)
-    total = sum(each.dtype.itemsize * math.prod(each.shape) for each in stored.values())
-    with loading_bar(total, use_tqdm) as progress:
-        for path, spec in specs(model).items():
-            array = _array(spec, stored[path], mesh)
-            # Wait: queued transfers would keep the host copies of many tensors alive.
-            targets[path].set_value(jax.block_until_ready(array))
-            progress.update(stored[path].dtype.itemsize * array.size)
-    forget()
+    try:
+        stored = open_safetensors(model, folder, naming, hf_config)
+        targets = variables(model)
+        total = sum(each.dtype.itemsize * math.prod(each.shape) for each in stored.values())
+        with loading_bar(total, use_tqdm) as progress:
+            for path, spec in specs(model).items():
+                array = _array(spec, stored[path], mesh)
+                # Wait: queued transfers would keep the host copies of many tensors alive.
+                targets[path].set_value(jax.block_until_ready(array))
+                progress.update(stored[path].dtype.itemsize * array.size)
+    finally:
+        forget()
     return model
 
 

@@ -196,6 +196,8 @@ class Plain(QuantizedTensor):
         num_out, num_in = self.shape
         scale = self.scale.read().astype(np.float32)
         zero = None if self.zero is None else self.zero.read().astype(np.int16)
+        if zero is not None and not zero.any():
+            zero = None
         if self.group_size is not None:
             return Unpacked(
                 self.weight.read(),
