@@ -100,11 +100,7 @@ def open_safetensors(
     if is_tied and _HEAD in stored and _EMBEDDING not in stored:
         stored[_EMBEDDING] = stored.pop(_HEAD)  # as transformers does
     places = {path: renamed.get(path, Source(path)) for path in wanted}
-    how = (
-        quantization_config_of(hf_config)
-        if hf_config is not None
-        else _quantization_config(Path(folder, "config.json"))
-    )
+    how = quantization_config_in(folder) if hf_config is None else quantization_config_of(hf_config)
     quantization = _quantization(how, renamed.values())
     stored = with_quantized(stored, quantization and quantization.renamed(naming.tensor_name))
     found: dict[str, Stored] = {}
@@ -175,9 +171,10 @@ def _quantization(config: Any, places: Iterable[Place]) -> Quantization | None:
     return found
 
 
-def _quantization_config(file: Path) -> Any:
+def quantization_config_in(folder: str | Path) -> Any:
+    """The same of the config.json in a folder; None if there is no such file."""
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(Path(folder, "config.json").read_text())
         text = values.get("text_config") or {}
         return values.get("quantization_config") or text.get("quantization_config")
     except (OSError, ValueError, AttributeError):  # reported by the code that reads the config

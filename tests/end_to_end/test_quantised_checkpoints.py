@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -171,3 +172,30 @@ def test_a_trainers_floats_may_come_from_a_quantised_checkpoint(checkpoint, expe
         PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     )
     assert rollout.token_ids.tolist() == [tokens for tokens, _ in expected]
+
+
+@pytest.mark.slow
+def test_weights_may_be_apart_from_their_config(checkpoint, expected, tmp_path):
+    (tmp_path / "model.safetensors").symlink_to(checkpoint.path / "model.safetensors")
+    llm = make_llm(tmp_path, hf_config_path=str(checkpoint.path))
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    llm.update_weights(str(tmp_path))
+    llm.wake_up()
+    checkpoints.assert_same_answers(answers(llm), expected, atol=1e-4)
+
+
+def test_embeddings_of_a_quantised_decoder(checkpoint, tmp_path):
+    config = json.loads((checkpoint.path / "config.json").read_text())
+    how = {"quantization_config": config.pop("quantization_config")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(checkpoint.path / "model.safetensors")
+    options = {"runner": "pooling", "dtype": "float32", "skip_tokenizer_init": True}
+    got, expected = (
+        [output.outputs.embedding for output in llm.embed(PROMPTS, use_tqdm=False)]
+        for llm in (
+            LLM(str(tmp_path), hf_overrides=how, **options),
+            LLM(str(checkpoint.floats), **options),
+        )
+    )
+    np.testing.assert_allclose(got, expected, atol=1e-5, rtol=0)
