@@ -141,13 +141,15 @@ def quantization_of_checkpoint(
     model: ModelConfig, hf_config: Any, folder: str | Path
 ) -> Quantization | None:
     """How weights are quantised according to config.json; None: not, or in gpt-oss's mxfp4. If there are safetensors in
-    `folder`, layers with floats count as exceptions, even where config.json does not list them.
+    `folder`, layers with floats count as exceptions, even where config.json does not list them. Orbax has floats alone.
 
     Raises ValueError for what is not supported.
     """
     config = quantization_config_of(hf_config)
     found = _quantization(config, naming_of(model).weight_map.values())
-    if found is None or not any(Path(folder, name).is_file() for name in (SINGLE, INDEX)):
+    if found is None or find_tree(folder) is not None:
+        return None
+    if not any(Path(folder, name).is_file() for name in (SINGLE, INDEX)):
         return found
     floats = (
         name.removesuffix(".weight")
