@@ -11,6 +11,7 @@ import pytest
 from jaxpage import LLM, SamplingParams
 from jaxpage.rl import Sampler
 from jaxpage.rl.module import load_module
+from jaxpage.start_up_log import model_line
 from tests import checkpoints, mixtures
 from tests.adapters import lora, merged, save_adapter
 from tests.end_to_end.test_parity import log_softmax, prompts_of, torch_logits_of
@@ -131,6 +132,12 @@ def test_the_option_names_the_checkpoints_own_method_or_what_to_do(checkpoint):
         config = make_llm(checkpoint.path, quantization=name, load_format="dummy").model_config
         assert config.quantization == "awq"
     assert make_llm(checkpoint.floats, load_format="dummy").model_config.quantization is None
+    lines = [
+        model_line(make_llm(path, load_format="dummy")._memory._spec)
+        for path in (checkpoint.path, checkpoint.floats)
+    ]
+    numbers = [line.partition(", ")[2].partition(" in ")[0] for line in lines]
+    assert numbers[0] == numbers[1] and numbers[0].endswith("parameters")
     with pytest.raises(ValueError, match=r"quantization='gptq', but .* the weights are awq"):
         make_llm(checkpoint.path, quantization="gptq")
     with pytest.raises(ValueError, match=r"quantization='fp8', but .* are not quantised"):
