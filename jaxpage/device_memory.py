@@ -23,7 +23,7 @@ from jaxpage.models.lora import slot_axis
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.runner.runner import Runner
 from jaxpage.weights.abstract import abstract_model
-from jaxpage.weights.load import load
+from jaxpage.weights.load import load, quantization_config_in
 
 Arrays = Mapping[str, jax.Array]  # by path in the engine's model
 
@@ -66,7 +66,9 @@ class DeviceMemory:
         config = replace(self._spec.config, enable_lora=False)
         mesh = Mesh(np.array([_host_device()]), (TENSOR,))
         model, _ = abstract_model(self._spec.hf_config, config, self._spec.mesh)
-        load(model, folder, mesh=mesh, use_tqdm=False)
+        # Weights alone are quantised as the engine's own.
+        hf_config = None if quantization_config_in(folder) else self._spec.hf_config
+        load(model, folder, mesh=mesh, use_tqdm=False, hf_config=hf_config)
         replace(self._spec, config=config, model=model).transform_weights()
         return {path: each.get_raw_value() for path, each in _own_variables(model).items()}
 

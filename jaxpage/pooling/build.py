@@ -104,7 +104,7 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
     if tokenizer is not None:
         tokenizer.truncation_side = "right"  # as vLLM does for pooling models
     use_persistent_cache(config.compilation_cache_dir)
-    _fill(model, naming, config, use_tqdm)
+    _fill(model, naming, config, hf_config, use_tqdm)
     if from_tokens:
         _attach_token_head(model, folder, tokenizer, hf_config)
     _attach_projections(model, modules.dense)
@@ -208,7 +208,13 @@ def _check_pooling(model: PoolingModel) -> None:
         )
 
 
-def _fill(model: PoolingModel, naming: Naming, config: ResolvedConfig, use_tqdm: bool) -> None:
+def _fill(
+    model: PoolingModel,
+    naming: Naming,
+    config: ResolvedConfig,
+    hf_config: PretrainedConfig,
+    use_tqdm: bool,
+) -> None:
     if config.load_format == "dummy":
         initialise(model, seed=config.seed)
     else:
@@ -217,6 +223,7 @@ def _fill(model: PoolingModel, naming: Naming, config: ResolvedConfig, use_tqdm:
             config.model,
             use_tqdm=use_tqdm and config.use_tqdm_on_load,
             naming=naming,
+            hf_config=hf_config,
         )
 
 

@@ -1,7 +1,7 @@
 """`jaxpage convert`: writes a checkpoint in another format, with the same values.
 
 Knows which formats can be read and written. Dtypes never change, and nothing is computed except for a trainer's layout;
-safetensors to Orbax and back is bitwise the same.
+safetensors to Orbax and back is bitwise the same. Quantised weights are dequantised to config.json's dtype.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 import tyro
 
@@ -19,10 +20,12 @@ from jaxpage.models.decoder import CausalLM
 from jaxpage.models.registry import build, tensor_name
 from jaxpage.weights.load import open_safetensors
 from jaxpage.weights.orbax import find_tree, open_tree
+from jaxpage.weights.quantized_layers import forget
 from jaxpage.weights.restore import Wanted, find_places, read_parameters
 from jaxpage.weights.safetensors import open_checkpoint
 from jaxpage.weights.save import write
-from jaxpage.weights.spec import listed, specs
+from jaxpage.weights.spec import FLOATS, listed, specs
+from jaxpage.weights.stored import Stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +69,40 @@ def convert(
     files = source
     if hf_config_path is not None or is_url(source):
         files = small_files(str(hf_config_path or source))
-    model = build(load_hf_config(files), dtype="float32", pictures=False)
+    hf_config = load_hf_config(files)
+    model = build(hf_config, dtype="float32", pictures=False)
     tree = find_tree(source)
-    arrays = _of_safetensors(model, source) if tree is None else _of_orbax(model, tree)
+    arrays = _of_safetensors(model, source, hf_config) if tree is None else _of_orbax(model, tree)
     other = "orbax" if tree is None else "safetensors"
     return write(arrays, model.config, target, files=files, format=format or other)
 
 
-def _of_safetensors(model: CausalLM, folder: str) -> dict[str, Any]:
-    unused = [name for name in open_checkpoint(folder) if tensor_name(model.config, name) is None]
+def _of_safetensors(model: CausalLM, folder: str, hf_config: Any) -> dict[str, Any]:
+    tensors = open_checkpoint(folder)
+    unused = [name for name in tensors if tensor_name(model.config, name) is None]
     if unused:
         raise ValueError(
             f"{folder} has {listed(unused)}: only the text part of it can be converted"
         )
-    return {path: stored.read() for path, stored in open_safetensors(model, folder).items()}
+    floats = {name for name, tensor in tensors.items() if tensor.dtype in FLOATS}
+    dtype = _dtype(hf_config)
+
+    def read(stored: Stored) -> np.ndarray:
+        array = stored.read()
+        is_dequantised = stored.name not in floats and stored.dtype == np.float32
+        return array.astype(dtype) if is_dequantised else array
+
+    found = open_safetensors(model, folder, hf_config=hf_config)
+    try:
+        return {path: read(stored) for path, stored in found.items()}
+    finally:
+        forget()
+
+
+def _dtype(hf_config: Any) -> np.dtype:
+    """Of floats, according to config.json."""
+    name = hf_config.get_text_config().dtype or hf_config.dtype or "float32"
+    return np.dtype(jnp.dtype(str(name).removeprefix("torch.")))
 
 
 def _of_orbax(model: CausalLM, tree: Any) -> dict[str, Any]:

@@ -43,6 +43,8 @@ def with_quantized(
             continue
         if suffix == "weight_scale" and f"{layer}.weight_packed" in left:
             continue  # it is found with the packed weights
+        if not quantization.formats:
+            raise ValueError(f"{layer} is quantised, but quantization_config says of no layer how")
         # Rules for exceptions are read in different ways by different tools; the tensors are what counts.
         form = quantization.format_of(layer) or quantization.formats[-1][1]
         tensors = _Tensors(layer, left)

@@ -64,16 +64,18 @@ def load(
     tree = find_tree(folder)
     if tree is not None and isinstance(model, CausalLM):
         return restore(model, tree, mesh=mesh, use_tqdm=use_tqdm)
-    stored = open_safetensors(model, folder, naming, hf_config)
-    targets = variables(model)
-    total = sum(each.dtype.itemsize * math.prod(each.shape) for each in stored.values())
-    with loading_bar(total, use_tqdm) as progress:
-        for path, spec in specs(model).items():
-            array = _array(spec, stored[path], mesh)
-            # Wait: queued transfers would keep the host copies of many tensors alive.
-            targets[path].set_value(jax.block_until_ready(array))
-            progress.update(stored[path].dtype.itemsize * array.size)
-    forget()
+    try:
+        stored = open_safetensors(model, folder, naming, hf_config)
+        targets = variables(model)
+        total = sum(each.dtype.itemsize * math.prod(each.shape) for each in stored.values())
+        with loading_bar(total, use_tqdm) as progress:
+            for path, spec in specs(model).items():
+                array = _array(spec, stored[path], mesh)
+                # Wait: queued transfers would keep the host copies of many tensors alive.
+                targets[path].set_value(jax.block_until_ready(array))
+                progress.update(stored[path].dtype.itemsize * array.size)
+    finally:
+        forget()
     return model
 
 
@@ -98,11 +100,7 @@ def open_safetensors(
     if is_tied and _HEAD in stored and _EMBEDDING not in stored:
         stored[_EMBEDDING] = stored.pop(_HEAD)  # as transformers does
     places = {path: renamed.get(path, Source(path)) for path in wanted}
-    how = (
-        quantization_config_of(hf_config)
-        if hf_config is not None
-        else _quantization_config(Path(folder, "config.json"))
-    )
+    how = quantization_config_in(folder) if hf_config is None else quantization_config_of(hf_config)
     quantization = _quantization(how, renamed.values())
     stored = with_quantized(stored, quantization and quantization.renamed(naming.tensor_name))
     found: dict[str, Stored] = {}
@@ -143,13 +141,15 @@ def quantization_of_checkpoint(
     model: ModelConfig, hf_config: Any, folder: str | Path
 ) -> Quantization | None:
     """How weights are quantised according to config.json; None: not, or in gpt-oss's mxfp4. If there are safetensors in
-    `folder`, layers with floats count as exceptions, even where config.json does not list them.
+    `folder`, layers with floats count as exceptions, even where config.json does not list them. Orbax has floats alone.
 
     Raises ValueError for what is not supported.
     """
     config = quantization_config_of(hf_config)
     found = _quantization(config, naming_of(model).weight_map.values())
-    if found is None or not any(Path(folder, name).is_file() for name in (SINGLE, INDEX)):
+    if found is None or find_tree(folder) is not None:
+        return None
+    if not any(Path(folder, name).is_file() for name in (SINGLE, INDEX)):
         return found
     floats = (
         name.removesuffix(".weight")
@@ -173,9 +173,10 @@ def _quantization(config: Any, places: Iterable[Place]) -> Quantization | None:
     return found
 
 
-def _quantization_config(file: Path) -> Any:
+def quantization_config_in(folder: str | Path) -> Any:
+    """The same of the config.json in a folder; None if there is no such file."""
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(Path(folder, "config.json").read_text())
         text = values.get("text_config") or {}
         return values.get("quantization_config") or text.get("quantization_config")
     except (OSError, ValueError, AttributeError):  # reported by the code that reads the config

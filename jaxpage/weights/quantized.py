@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,13 +47,18 @@ class Unpacked:
         """float32[F, E]"""
         q = self.q.astype(np.float32)
         if self.scale.ndim == 1:
-            return q * self.scale[:, None]
-        groups = self.groups
-        if groups is None:
-            groups = np.arange(q.shape[1]) // self.group_size
+            q *= self.scale[:, None]
+            return q
+        weight = q
+        at: tuple[Any, ...] = (slice(None), self.groups)
+        if self.groups is None and q.shape[1] == len(self.scale) * self.group_size:
+            # Broadcast, which is much faster than a scale for each input.
+            weight, at = q.reshape(len(q), -1, self.group_size), (..., None)
+        elif self.groups is None:
+            at = (slice(None), np.arange(q.shape[1]) // self.group_size)
         if self.zero is not None:
-            q -= self.zero.T[:, groups]
-        q *= self.scale.T[:, groups]
+            weight -= self.zero.T[at]
+        weight *= self.scale.T[at]
         return q
 
 

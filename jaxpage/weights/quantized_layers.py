@@ -183,8 +183,9 @@ def parts_of(
             f"{tensor.name} has shape {list(tensor.shape)} in the checkpoint; {layer} of the model wants "
             f"{list(model_shape)} of it: check that config.json belongs to the weights"
         )
-    if (num_groups is None) != (tensor.num_groups is None) or (num_groups or 1) % (
-        tensor.num_groups or 1
+    # Groups may have the scale of their output, but not the other way round.
+    if (num_groups or 1) % (tensor.num_groups or 1) or (
+        num_groups is None and tensor.num_groups is not None
     ):
         raise ValueError(
             f"{tensor.name} has scales for {tensor.num_groups or 'no'} groups of inputs, and config.json says "
@@ -214,13 +215,14 @@ def _parts(
         raise ValueError(
             f"{tensor.name} has groups of inputs that are not adjacent, and config.json says otherwise: {_ADVICE}"
         )
-    if num_groups is None:
-        return {"weight": whole.q, "scale": whole.scale}
-    times = num_groups // len(whole.scale)
-    parts = {"weight": whole.q, "scale": np.repeat(whole.scale, times, axis=0)}
-    middle = 0
-    if whole.q.dtype == np.uint8:
-        parts["weight"], middle = _pairs(whole.q, num_groups), MIDDLE
+    parts = {"weight": whole.q, "scale": whole.scale}
+    times, middle = 1, 0
+    if num_groups is not None:
+        scale = whole.scale.reshape(-1, len(whole.q))
+        times = num_groups // len(scale)
+        parts["scale"] = np.repeat(scale, times, axis=0)
+        if whole.q.dtype == np.uint8:
+            parts["weight"], middle = _pairs(whole.q, num_groups), MIDDLE
     if has_zeros:
         assert whole.zero is not None
         parts["zero"] = np.repeat(whole.zero, times, axis=0).astype(np.uint8)

@@ -50,12 +50,12 @@ class Awq(QuantizedTensor):
         _check(self.qzeros, np.int32, (num_groups, num_out // 8))
 
     def unpack(self) -> Unpacked:
-        q, scale = _awq_columns(self.qweight.read()), self.scales.read()
+        scale = self.scales.read().astype(np.float32)
         return Unpacked(
-            q=np.ascontiguousarray(q.T),
-            scale=scale.astype(np.float32),
-            zero=_awq_columns(self.qzeros.read()).astype(np.int16),
-            group_size=len(q) // len(scale),
+            q=_awq_rows(self.qweight.read()),
+            scale=scale,
+            zero=_awq_rows(self.qzeros.read()).T.astype(np.int16),
+            group_size=self.shape[1] // len(scale),
         )
 
 
@@ -196,6 +196,8 @@ class Plain(QuantizedTensor):
         num_out, num_in = self.shape
         scale = self.scale.read().astype(np.float32)
         zero = None if self.zero is None else self.zero.read().astype(np.int16)
+        if zero is not None and not zero.any():
+            zero = None
         if self.group_size is not None:
             return Unpacked(
                 self.weight.read(),
@@ -222,10 +224,17 @@ def _columns(words: np.ndarray, bits: int) -> np.ndarray:
     return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*words.shape[:-1], -1)
 
 
-def _awq_columns(words: np.ndarray) -> np.ndarray:
-    """int32[..., N] -> uint8[..., 8 N]"""
-    stored = _columns(words, 4).reshape(*words.shape, 8)
-    return stored[..., np.argsort(AWQ_ORDER)].reshape(*words.shape[:-1], -1)
+def _awq_rows(words: np.ndarray) -> np.ndarray:
+    """int32[E, N] -> uint8[8 N, E]"""
+    num_in, num_words = words.shape
+    # Words are transposed, not their eight times as many numbers.
+    octets = np.ascontiguousarray(words.T).astype("<i4", copy=False).view(np.uint8)
+    rows = np.empty((num_words, 8, num_in), np.uint8)
+    for i in range(4):
+        octet = octets[:, i::4]
+        np.bitwise_and(octet, 15, out=rows[:, AWQ_ORDER[2 * i]])
+        np.right_shift(octet, 4, out=rows[:, AWQ_ORDER[2 * i + 1]])
+    return rows.reshape(-1, num_in)
 
 
 def _groups(stored: StoredTensor | None, num_groups: int, size: int) -> np.ndarray | None:

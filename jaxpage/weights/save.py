@@ -118,7 +118,9 @@ def _copy_files(source: Path, target: Path) -> None:
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    if config.pop("quantization_config", None) is not None:  # the values are dequantized
+    parts = [config, config.get("text_config") or {}]
+    found = [part.pop("quantization_config", None) for part in parts]
+    if any(found):  # the values are dequantized
         text = json.dumps(config, indent=2) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
 

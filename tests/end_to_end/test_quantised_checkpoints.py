@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from jaxpage import LLM, SamplingParams
 from jaxpage.rl import Sampler
 from jaxpage.rl.module import load_module
+from jaxpage.start_up_log import model_line
 from tests import checkpoints, mixtures
 from tests.adapters import lora, merged, save_adapter
 from tests.end_to_end.test_parity import log_softmax, prompts_of, torch_logits_of
@@ -130,6 +132,12 @@ def test_the_option_names_the_checkpoints_own_method_or_what_to_do(checkpoint):
         config = make_llm(checkpoint.path, quantization=name, load_format="dummy").model_config
         assert config.quantization == "awq"
     assert make_llm(checkpoint.floats, load_format="dummy").model_config.quantization is None
+    lines = [
+        model_line(make_llm(path, load_format="dummy")._memory._spec)
+        for path in (checkpoint.path, checkpoint.floats)
+    ]
+    numbers = [line.partition(", ")[2].partition(" in ")[0] for line in lines]
+    assert numbers[0] == numbers[1] and numbers[0].endswith("parameters")
     with pytest.raises(ValueError, match=r"quantization='gptq', but .* the weights are awq"):
         make_llm(checkpoint.path, quantization="gptq")
     with pytest.raises(ValueError, match=r"quantization='fp8', but .* are not quantised"):
@@ -171,3 +179,30 @@ def test_a_trainers_floats_may_come_from_a_quantised_checkpoint(checkpoint, expe
         PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     )
     assert rollout.token_ids.tolist() == [tokens for tokens, _ in expected]
+
+
+@pytest.mark.slow
+def test_weights_may_be_apart_from_their_config(checkpoint, expected, tmp_path):
+    (tmp_path / "model.safetensors").symlink_to(checkpoint.path / "model.safetensors")
+    llm = make_llm(tmp_path, hf_config_path=str(checkpoint.path))
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    llm.update_weights(str(tmp_path))
+    llm.wake_up()
+    checkpoints.assert_same_answers(answers(llm), expected, atol=1e-4)
+
+
+def test_embeddings_of_a_quantised_decoder(checkpoint, tmp_path):
+    config = json.loads((checkpoint.path / "config.json").read_text())
+    how = {"quantization_config": config.pop("quantization_config")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(checkpoint.path / "model.safetensors")
+    options = {"runner": "pooling", "dtype": "float32", "skip_tokenizer_init": True}
+    got, expected = (
+        [output.outputs.embedding for output in llm.embed(PROMPTS, use_tqdm=False)]
+        for llm in (
+            LLM(str(tmp_path), hf_overrides=how, **options),
+            LLM(str(checkpoint.floats), **options),
+        )
+    )
+    np.testing.assert_allclose(got, expected, atol=1e-5, rtol=0)

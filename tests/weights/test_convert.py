@@ -27,11 +27,12 @@ from jaxpage.weights import orbax
 from jaxpage.weights import save as save_module
 from jaxpage.weights.convert import convert
 from jaxpage.weights.dummy import initialise
-from jaxpage.weights.load import load
+from jaxpage.weights.load import load, quantization_of_checkpoint
 from jaxpage.weights.save import save
 from jaxpage.weights.spec import variables
 from jaxpage.weights.transform import join_projections
 from tests import checkpoints
+from tests.quantized_checkpoints import FORMATS, write
 from tests.weights import trees
 
 
@@ -264,3 +265,42 @@ def test_weights_alone_need_hf_config_path(demo, tmp_path):
     spec = make_engine_spec(options, device=jax.devices()[0])
     assert spec.config.tokenizer == str(demo)
     assert spec.model.config.hidden_size == 192
+
+
+def test_quantised_weights_are_dequantised_to_the_dtype_of_the_config(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    checkpoints.build("qwen3", 0, tmp_path / "source", **sizes)
+    written = write(tmp_path / "source", tmp_path / "quantised", FORMATS["awq-g32"])
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "model.safetensors").symlink_to(tmp_path / "quantised/model.safetensors")
+    path = tmp_path / "quantised"
+    convert(path, tmp_path / "orbax")
+    convert(tmp_path / "orbax", tmp_path / "back")
+    convert(tmp_path / "alone", tmp_path / "direct", format="safetensors", hf_config_path=path)
+    for name in ("back", "direct"):
+        stored = tensors(tmp_path / name)
+        assert stored.keys() == written.keys()
+        for tensor, x in written.items():
+            assert stored[tensor].dtype == np.float16
+            np.testing.assert_array_equal(stored[tensor], x.astype(np.float16))
+    for name in ("orbax", "back", "direct"):
+        assert "quantization_config" not in json.loads(
+            (tmp_path / name / "config.json").read_text()
+        )
+
+
+def test_the_text_part_may_say_how_weights_are_quantised(demo, tmp_path):
+    model = initialise(build(load_hf_config(str(demo)), dtype="float32"), seed=0)
+    config = {"text_config": {"quantization_config": {"quant_method": "fp8"}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save(model, tmp_path / "saved", files=tmp_path, format="safetensors")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text()) == {"text_config": {}}
+
+
+def test_floats_beside_the_config_of_a_quantised_checkpoint(demo, tmp_path):
+    convert(demo, tmp_path / "orbax")
+    how = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
+    hf_config = load_hf_config(str(tmp_path / "orbax"), how)
+    model = build(hf_config, dtype="float32")
+    assert quantization_of_checkpoint(model.config, hf_config, tmp_path / "orbax") is None
+    assert quantization_of_checkpoint(model.config, hf_config, "nowhere") is not None

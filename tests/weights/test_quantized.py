@@ -19,6 +19,7 @@ from jaxpage.models.sources import Source
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load, quantization_of_checkpoint
 from jaxpage.weights.quantization import quantization_of
+from jaxpage.weights.quantized import unpacked
 from jaxpage.weights.quantized_layers import declare, quantized_layers
 from jaxpage.weights.safetensors import open_checkpoint
 from jaxpage.weights.spec import specs, variables
@@ -296,3 +297,60 @@ def test_patterns_of_exceptions(pattern, layer, matches):
     quantization = quantization_of(config)
     assert quantization is not None
     assert (quantization.format_of(layer) is None) == matches
+
+
+def rewritten(folder: Path, change) -> None:
+    """Replace the tensors of a checkpoint in a single file."""
+    tensors = {name: stored.read() for name, stored in open_checkpoint(folder).items()}
+    safetensors.numpy.save_file(change(tensors), folder / "model.safetensors")
+
+
+def test_integers_with_a_scale_per_output_for_inputs_that_are_not_rounded(source, tmp_path):
+    written = write(source, tmp_path, FORMATS["ct-w8a8"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load(abstract(tmp_path), tmp_path, use_tqdm=False)
+    assert specs(model)["model.layers.0.mlp.down_proj.scale"].shape == (4, 256)
+    assert_equal(model, written)
+
+
+def test_zeros_of_symmetric_weights_are_all_0(source, tmp_path):
+    written = write(source, tmp_path, FORMATS["ct-w8a8"])
+
+    def with_zeros(zero: int):
+        return lambda tensors: (
+            tensors
+            | {
+                name.replace("weight_scale", "weight_zero_point"): np.full(
+                    scale.shape, zero, np.int8
+                )
+                for name, scale in tensors.items()
+                if name.endswith("weight_scale")
+            }
+        )
+
+    rewritten(tmp_path, with_zeros(0))
+    assert_equal(load(abstract(tmp_path), tmp_path, use_tqdm=False), written)
+    rewritten(tmp_path, with_zeros(3))
+    with pytest.raises(ValueError, match="symmetrically according to config.json, but its zeros"):
+        load(abstract(tmp_path), tmp_path, use_tqdm=False)
+
+
+def test_a_config_without_groups_of_layers_is_refused(source, tmp_path):
+    write(source, tmp_path, FORMATS["ct-w8a8"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"_proj is quantised, but .* says of no layer how"):
+        load(abstract(tmp_path), tmp_path, use_tqdm=False)
+
+
+def test_nothing_is_kept_of_a_checkpoint_that_could_not_be_loaded(source, tmp_path):
+    write(source, tmp_path, FORMATS["gptq-4-act-order"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="groups of inputs that are not adjacent"):
+        load(abstract(tmp_path), tmp_path, use_tqdm=False)
+    assert unpacked.cache_info().currsize == 0
