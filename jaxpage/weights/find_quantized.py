@@ -55,7 +55,21 @@ def with_quantized(
                 f"{layer} is quantised, but the checkpoint lacks {error.args[0]}"
             ) from None
         tensor.check()
+        _check_groups(tensor, form)
     return left | found
+
+
+def _check_groups(tensor: QuantizedTensor, form: WeightFormat) -> None:
+    """Raise ValueError unless the groups are those of config.json. Only blocks may be larger than what is left."""
+    size, num_in, found = form.group_size, tensor.shape[1], tensor.num_groups
+    if size is None or found is None:
+        return
+    may_be_partial = isinstance(tensor, Plain) or form.has_order
+    if found != -(-num_in // size) or (num_in % size and not may_be_partial):
+        raise ValueError(
+            f"{tensor.name} has scales for {found} groups of its {num_in} inputs, and config.json says groups of "
+            f"{size}: check that config.json belongs to the weights"
+        )
 
 
 def _check_not_quantised(stored: Mapping[str, StoredTensor]) -> None:

@@ -56,7 +56,8 @@ def load(
     bucket, gs://... Arrays are sharded over `mesh` (None: the first local device). Peak host memory is one tensor, or
     the experts of one layer; for Orbax, 64 MiB or a sixteenth of all. Quantised weights are dequantised, except in
     layers that `quantized_layers.declare` prepared for them. Raises ValueError, and does not change the model, if the
-    checkpoint has missing, surplus or misshaped tensors, is quantised in a way that is not supported, or is damaged.
+    checkpoint has missing, surplus or misshaped tensors, is quantised in a way that is not supported, or is truncated.
+    Whether zeros and the order of inputs are what config.json says is found out later, when some are loaded already.
 
     `naming`: for models that `registry` does not know; they are read from safetensors only. `hf_config`: says how the
     weights are quantised; None: config.json in the folder does.
@@ -101,8 +102,7 @@ def open_safetensors(
         stored[_EMBEDDING] = stored.pop(_HEAD)  # as transformers does
     places = {path: renamed.get(path, Source(path)) for path in wanted}
     how = quantization_config_in(folder) if hf_config is None else quantization_config_of(hf_config)
-    quantization = _quantization(how, renamed.values())
-    stored = with_quantized(stored, quantization and quantization.renamed(naming.tensor_name))
+    stored = with_quantized(stored, _quantization(how, renamed.values()))
     found: dict[str, Stored] = {}
     for layer in quantized_layers(wanted):
         found |= parts_of(layer, places[f"{layer}.weight"], wanted, stored)
@@ -154,7 +154,7 @@ def quantization_of_checkpoint(
     floats = (
         name.removesuffix(".weight")
         for name, tensor in open_checkpoint(folder).items()
-        if name.endswith("_proj.weight") and tensor.dtype in FLOATS
+        if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in FLOATS
     )
     return with_floats(found, floats)
 

@@ -6,7 +6,7 @@ Knows the methods' names and options. Must not know tensors, models or jax.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -55,14 +55,6 @@ class Quantization:
         if any(_matches(pattern, layer) for pattern in self.ignored):
             return None
         return next((form for pattern, form in self.formats if _matches(pattern, layer)), None)
-
-    def renamed(self, rename: Callable[[str], str | None]) -> Quantization:
-        """The same for layers with other names; None: a layer that the model lacks."""
-        names = (
-            name if name.startswith("re:") else _renamed_layer(name, rename)
-            for name in self.ignored
-        )
-        return replace(self, ignored=tuple(name for name in names if name is not None))
 
 
 def quantization_of(config: Any) -> Quantization | None:
@@ -223,11 +215,8 @@ def _flat(names: Any) -> list[str]:
 
 
 def _matches(pattern: str, layer: str) -> bool:
+    """`layer`: as in a checkpoint of text. In one with pictures too, it may have one of two other prefixes."""
+    names = layer, f"language_model.{layer}", f"model.language_model.{layer.removeprefix('model.')}"
     if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), layer) is not None
-    return pattern == "Linear" or f".{pattern}." in f".{layer}."
-
-
-def _renamed_layer(name: str, rename: Callable[[str], str | None]) -> str | None:
-    found = rename(f"{name}.weight")
-    return None if found is None else found.removesuffix(".weight")
+        return any(re.match(pattern.removeprefix("re:"), name) for name in names)
+    return pattern == "Linear" or any(f".{pattern}." in f".{name}." for name in names)

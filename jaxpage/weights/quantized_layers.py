@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.layers import Constant, Linear, Normal, UniformBytes, param
-from jaxpage.models.registry import tensor_name, weight_map
+from jaxpage.models.registry import weight_map
 from jaxpage.models.sources import Place, Source
 from jaxpage.parallel.sharding import sharding
 from jaxpage.weights.quantization import Quantization, WeightFormat
@@ -58,7 +58,6 @@ def declare(model: CausalLM, quantization: Quantization, mesh: Mesh | None = Non
     sizes that do not divide.
     """
     places = weight_map(model.config)
-    quantization = quantization.renamed(lambda name: tensor_name(model.config, name))
     for path, layer in nnx.iter_modules(model):
         if not isinstance(layer, Linear) or path[:2] != ("model", "layers"):
             continue

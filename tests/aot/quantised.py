@@ -81,9 +81,7 @@ def programs(target: str) -> Iterator[Program]:
             )
 
 
-def look_at(
-    job: CompileJob, name: str, compiled: jax.stages.Compiled, log: str
-) -> dict[str, Any]:
+def look_at(job: CompileJob, name: str, compiled: jax.stages.Compiled, log: str) -> dict[str, Any]:
     calls = [call for call, _ in kernel_calls(parse(compiled.as_text() or ""))]
     return look(job, "", name, compiled, log) | {
         "products": sum("quant_matmul" in call for call in calls),

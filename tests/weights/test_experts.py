@@ -263,7 +263,10 @@ def test_what_does_not_fit_is_refused_by_name(mixtral, gpt_oss, tmp_path):
             (None, f"lacks {name}"),
             (stored[name][:-1], rf"{name} has shape \[71, 32\] .* \[4, 144, 32\], so \[72, 32\]"),
             (stored[name].astype(np.float16), f"{name} is stored as float16, and .* as float32"),
-            (stored[name].astype(np.int8), f"{name} is stored as int8: quantised"),
+            (
+                stored[name].astype(np.int8),
+                f"{name} is stored as int8, but config.json does not say",
+            ),
         ]
     ):
         changed = {k: v for k, v in stored.items() if k != name}

@@ -273,7 +273,10 @@ def test_a_config_that_does_not_belong_to_the_weights_is_refused(source, tmp_pat
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["group_size"] = 64
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="scales for 16 groups of inputs, and config.json says"):
+    with pytest.raises(
+        ValueError,
+        match="scales for 16 groups of its 512 inputs, and config.json says groups of 64",
+    ):
         load(abstract(tmp_path), tmp_path, use_tqdm=False)
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -290,6 +293,8 @@ def test_a_config_that_does_not_belong_to_the_weights_is_refused(source, tmp_pat
         ("model.layers.1", "model.layers.11.mlp.up_proj", False),
         ("re:.*self_attn", "model.layers.0.self_attn.q_proj", True),
         ("re:self_attn", "model.layers.0.self_attn.q_proj", False),
+        ("re:model.language_model.layers.0.mlp", "model.layers.0.mlp.up_proj", True),
+        ("language_model.model.layers.1.mlp", "model.layers.1.mlp.up_proj", True),
     ],
 )
 def test_patterns_of_exceptions(pattern, layer, matches):
