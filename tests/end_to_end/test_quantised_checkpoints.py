@@ -197,7 +197,7 @@ def test_embeddings_of_a_quantised_decoder(checkpoint, tmp_path):
     how = {"quantization_config": config.pop("quantization_config")}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(checkpoint.path / "model.safetensors")
-    # Compiled when they are used: two engines that compile the same programs at once may disturb each other in the cache.
+    # Compiled at their first use: two engines that write the same programs at once disturb each other in the cache.
     options = {"runner": "pooling", "dtype": "float32", "skip_tokenizer_init": True}
     options |= {"enforce_eager": True, "max_model_len": 64}
     got, expected = (
