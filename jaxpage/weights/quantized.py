@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores as integers or fp8 with scales: how they are found and unpacked.
+"""Weights that a checkpoint stores as integers or fp8 with scales: as floats, and unpacked.
 
 One object takes the place of the tensors of a weight. It reads as float32, for layers that compute with floats, and
 unpacked, for those that compute with quantised weights.

@@ -203,9 +203,8 @@ def parts_of(
             )
 
 
-@functools.lru_cache(
-    maxsize=1
-)  # a layer's parts are read one after the other, and each device reads its share
+# A layer's parts are read one after the other, and each device reads its share.
+@functools.lru_cache(maxsize=1)
 def _parts(
     tensor: QuantizedTensor, start: int, stop: int, num_groups: int | None, has_zeros: bool
 ) -> dict[str, np.ndarray]:
