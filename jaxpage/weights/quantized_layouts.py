@@ -66,7 +66,7 @@ class Gptq(QuantizedTensor):
     name: str
     bits: int
     zeros_less_one: bool  # so that a zero of 0 is stored as the largest number
-    has_zeros: bool  # otherwise the zero is the middle, whatever `qzeros` has, of which tools disagree
+    has_zeros: bool  # otherwise the zero is the middle; what tools write to `qzeros` differs
     has_order: bool  # whether inputs of a group may be apart
     qweight: StoredTensor  # int32[E bits / 32, F]
     scales: StoredTensor  # float[J, F]
