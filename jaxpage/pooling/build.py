@@ -45,7 +45,10 @@ from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.start_up_log import log_options_without_effect, print_unless_configured
 from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.dummy import initialise
-from jaxpage.weights.load import load
+from jaxpage.weights.find_quantized import with_quantized
+from jaxpage.weights.load import load, quantization_config_of
+from jaxpage.weights.quantization import quantization_of
+from jaxpage.weights.quantized_layers import forget
 from jaxpage.weights.safetensors import open_checkpoint
 from jaxpage.weights.spec import specs, variables
 
@@ -248,12 +251,14 @@ def _attach_token_head(
     is_reranker = bool(getattr(hf_config, "is_original_qwen3_reranker", False))
     if is_reranker and len(words) != 2:
         raise ValueError(f"is_original_qwen3_reranker needs two tokens, got {words}")
-    stored = open_checkpoint(folder)
+    quantization = quantization_of(quantization_config_of(hf_config))
+    stored = with_quantized(open_checkpoint(folder), quantization)
     names = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
     tensor = next((stored[name] for name in names if name in stored), None)
     if tensor is None:
         raise ValueError(f"classifier_from_token: {folder} has none of {', '.join(names)}")
     rows = [tensor.read((slice(i, i + 1),)).astype(np.float32) for i in ids]
+    forget()
     weight = rows[1] - rows[0] if is_reranker else np.concatenate(rows)
     config = dataclasses.replace(model.config, num_labels=len(weight))
     head = LinearHead(config, bias=False)

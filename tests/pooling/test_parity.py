@@ -21,6 +21,7 @@ from tests.pooling.pooling_checkpoints import (
     write_json,
     write_modules,
 )
+from tests.quantized_checkpoints import FORMATS, write, write_float
 
 RAW = PoolingParams(use_activation=False)
 # The classes of a decoder do not depend on what its other variants vary.
@@ -167,23 +168,27 @@ def test_qwen3_embedding_is_a_causal_checkpoint_with_modules(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_qwen3_reranker_scores_by_two_tokens(tied, tmp_path):
+@pytest.mark.parametrize("kind", ["untied", "tied", "with a quantised head"])
+def test_qwen3_reranker_scores_by_two_tokens(kind, tmp_path):
     """Its score is the softmax of "yes" over "no" and "yes" as the next token."""
-    build("Qwen3", 0, tmp_path, head="ForCausalLM", tie_word_embeddings=tied)
-    pooling_checkpoints.write_tokenizer(tmp_path)
+    source = path = floats = tmp_path / "source"
+    build("Qwen3", 0, source, head="ForCausalLM", tie_word_embeddings=kind == "tied")
+    pooling_checkpoints.write_tokenizer(source)
+    if kind == "with a quantised head":
+        path, floats = tmp_path / "quantised", tmp_path / "floats"
+        write_float(source, floats, write(source, path, FORMATS["ct-fp8-dynamic"], ignore=()))
     overrides = {
         "architectures": ["Qwen3ForSequenceClassification"],
         "classifier_from_token": ["w17", "w200"],
         "is_original_qwen3_reranker": True,
     }
-    llm = make(tmp_path, hf_overrides=overrides, skip_tokenizer_init=False)
+    llm = make(path, hf_overrides=overrides, skip_tokenizer_init=False)
     queries, documents = ["w9 w8", "w7 w6"], [" w30 w31", " w99"]
     outputs = llm.score(queries, documents, use_tqdm=False)
     for output, query, document in zip(outputs, queries, documents, strict=True):
         ids = llm.get_tokenizer()(query + document)["input_ids"]
         assert output.prompt_token_ids == ids
-        (all_logits,) = logits(tmp_path, [ids], head="ForCausalLM")
+        (all_logits,) = logits(floats, [ids], head="ForCausalLM")
         no, yes = all_logits[-1][[17, 200]]
         assert output.outputs.score == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-5)
 
