@@ -55,10 +55,18 @@ class TestReference(QuantMatmulTests):
         return np.asarray(jax.jit(partial(reference.quant_matmul, **options))(x, weight))
 
 
+def bound_of_xla(name: str) -> float:
+    """With many tokens every weight with 8 bits in groups is rounded: by half of bfloat16's step of 2^-7 at most."""
+    return 2.0**-8 if name.endswith("many-tokens") else 3e-3
+
+
 class TestXLA(QuantMatmulTests):
     """Weights are rounded to x's dtype, those with groups with their scale."""
 
-    fast, bound = FAST, 2.0**-8
+    fast, bound = FAST, 3e-3
+
+    def bound_of(self, case):
+        return bound_of_xla(case.name)
 
     def product(self, x, weight, *, round_x, **options):
         options = dict(round_x=round_x, **options)
@@ -170,7 +178,7 @@ def test_xla_divides_a_product_as_the_weight_is_divided(name, by_out, expected):
     product = jax.jit(xla.quant_matmul).lower(*arguments).compile()
     found = exchanges(parse(product.as_text() or ""))
     assert {each.kind: each.count for each in found} == expected
-    assert distance(product(*arguments), numpy_product(x, weight, False)) < 2.0**-8
+    assert distance(product(*arguments), numpy_product(x, weight, False)) < bound_of_xla(name)
 
 
 def test_what_does_not_fit_is_refused():
