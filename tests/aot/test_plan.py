@@ -162,9 +162,9 @@ def test_what_cannot_be_served_is_refused_before_anything_is_compiled(config, ca
     config.write_text(json.dumps(CONFIG | {"architectures": ["JambaForCausalLM"]}))
     with pytest.raises(ValueError, match="JambaForCausalLM is not supported"):
         run(config, target="v6e:2x2")
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    awq = {"quant_method": "awq", "bits": 3, "group_size": 128}
     config.write_text(json.dumps(CONFIG | {"quantization_config": awq}))
-    with pytest.raises(ValueError, match=r"quantised \(awq, 4 bits, groups of 128\)"):
+    with pytest.raises(ValueError, match=r"quantised \(awq, 3 bits, groups of 128\)"):
         run(config, target="v6e:2x2")
     assert "compil" not in capsys.readouterr().err
 
