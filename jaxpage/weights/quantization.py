@@ -26,9 +26,8 @@ class WeightFormat:
     """How a linear layer is stored."""
 
     format: Format
-    group_size: (
-        int | None
-    )  # inputs that share a scale; None: all inputs of an output, or of all outputs
+    # Inputs that share a scale; None: all inputs of an output, or of all outputs.
+    group_size: int | None
     block_outputs: int = 1  # outputs that share scales
     # A weight is (q - zero) * scale; without zeros the zero is the middle of the unsigned integers.
     has_zeros: bool = False
