@@ -3,13 +3,15 @@
 A grid of (tile of tokens, tile of outputs). A tile of tokens stays in VMEM while the weight streams through, two tiles
 of outputs at a time, each with all its inputs: tiles of tokens are large, since the weight is read once for each.
 
-Weights are converted to integers that bfloat16 represents exactly, or to fp8's values, so they are never rounded, and
+Weights are converted to integers that bfloat16 represents exactly, or to fp8's values, so they are not rounded, and
 scales multiply float32 sums: of an output, or of a group, which for int4 is minus its zero times the sum of the group's
-x. For int4 the kernel uses q - 8 and zero - 8, so a weight without zeros needs no subtraction. Bias and cast come last,
-in the kernel: a result in bfloat16 is half the bytes of the sums.
+x. With more tokens than LANES that takes more operations than scaling the weights of groups, and sums of so few inputs
+leave half of an MXU idle. Then such weights are scaled in float32 and rounded to bfloat16, once. For int4 the kernel
+uses q - 8 and zero - 8, so a weight without zeros needs no subtraction. Bias and cast come last, in the kernel: a
+result in bfloat16 is half the bytes of the sums.
 
 The sum of an output is over chunks or groups of inputs in an order that depends only on the weight's shape: a row's
-result does not depend on the number of rows, as long as the MXU's does not.
+result does not depend on the number of rows, as long as the MXU's does not, up to LANES rows and above.
 
 Letters: T tokens, E inputs, F outputs, J groups, G = E / J.
 """
@@ -44,10 +46,9 @@ TILE_BYTES = 7 << 20
 CHUNK = 4096  # inputs multiplied at once. Sums are divided there, so it is never tuned
 VMEM_BYTES = 52 << 20  # of at least 64 MB
 GROUP_SIZES = (32, 64, 128)  # of int4
-# Of weights with groups: slices of 2 * LANES inputs in an iteration, with up to LANES tokens, and with more. The MXU
-# can begin one before it has the results of another; with many tokens that gains little, and large programs compile
-# slowly.
-SLICES_OF_FEW, SLICES_OF_MANY = 8, 2
+# Inputs of weights with groups in an iteration. The MXU can begin one group before it has the results of another; with
+# many tokens it sums that many. More would gain little, and large programs compile slowly.
+INPUTS_AT_ONCE = 2048
 UNIT = 16  # the kernel has UNIT * (q - 8), in the upper half of a byte
 
 
@@ -196,12 +197,13 @@ def _call(
         zero=of_outputs(arrays.zero),
         bias=of_outputs(arrays.bias),
     )
+    scales = x.shape[0] > LANES
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     zero = None
     if arrays.zero is not None:
         zero = pltpu.VMEM((arrays.zero.shape[0], tile_out), jnp.float32)
     return pl.pallas_call(
-        partial(_body, group_size=weight.group_size if weight.has_groups else None),
+        partial(_body, group_size=weight.group_size if weight.has_groups else None, scales=scales),
         grid=(pl.cdiv(x.shape[0], tile_tokens), pl.cdiv(num_out, tile_out)),
         in_specs=(specs,),
         out_specs=pl.BlockSpec((tile_tokens, tile_out), lambda t, o: (t, o)),
@@ -215,17 +217,22 @@ def _call(
     )(arrays)
 
 
-def _body(refs: _Arrays, out_ref, scratch: _Scratch, *, group_size: int | None):
-    """group_size: None without groups."""
+def _body(refs: _Arrays, out_ref, scratch: _Scratch, *, group_size: int | None, scales: bool):
+    """group_size: None without groups. scales: weights with groups, not sums."""
     sums = scratch.sums
     sums[...] = jnp.zeros(sums.shape, sums.dtype)
-    if refs.data.dtype == jnp.uint8:
-        assert group_size is not None
-        _add_int4(refs, scratch, group_size)
-        out = sums[...] * (1.0 / UNIT)
-    elif group_size is not None:
-        _add_groups(refs, sums, group_size)
-        out = sums[...]
+    if group_size is not None:
+        is_int4 = refs.data.dtype == jnp.uint8
+        if refs.zero is not None:
+            zero = refs.zero[...].astype(jnp.int32).astype(jnp.float32)
+            scratch.zero[...] = (zero - MIDDLE) * UNIT
+        if scales:
+            _add_scaled(refs, scratch, group_size)
+        elif is_int4:
+            _add_int4(refs, scratch, group_size)
+        else:
+            _add_groups(refs, sums, group_size)
+        out = sums[...] * (1.0 / UNIT) if is_int4 else sums[...]
     else:
         _add_chunks(refs, sums)
         out = sums[...].astype(jnp.float32)
@@ -248,9 +255,11 @@ def _add_chunks(refs: _Arrays, sums) -> None:
 
 
 def _widen(w):
-    if w.dtype != jnp.int8:
-        return w.astype(jnp.bfloat16)
-    return w.astype(jnp.int32).astype(jnp.float32).astype(jnp.bfloat16)
+    return _floats(w).astype(jnp.bfloat16) if w.dtype == jnp.int8 else w.astype(jnp.bfloat16)
+
+
+def _floats(w):
+    return w.astype(jnp.int32).astype(jnp.float32) if w.dtype == jnp.int8 else w.astype(jnp.float32)
 
 
 def _add_groups(refs: _Arrays, sums, group_size: int) -> None:
@@ -261,12 +270,7 @@ def _add_groups(refs: _Arrays, sums, group_size: int) -> None:
         part = dot_transposed(refs.x[:, group], _widen(refs.data[:, group]))
         sums[...] += part * refs.scale[pl.ds(index, 1), :]
 
-    at_once = max(1, _slices_at_once(sums) * 2 * LANES // group_size)
-    _repeat(refs.scale.shape[0], at_once, add)
-
-
-def _slices_at_once(sums) -> int:
-    return SLICES_OF_FEW if sums.shape[0] <= LANES else SLICES_OF_MANY
+    _repeat(refs.scale.shape[0], max(1, INPUTS_AT_ONCE // group_size), add)
 
 
 def _repeat(count: int, at_once: int, act: Callable[[Any], None]) -> None:
@@ -284,13 +288,11 @@ def _repeat(count: int, at_once: int, act: Callable[[Any], None]) -> None:
 
 def _add_int4(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
     """int4: slices of LANES bytes of each output, in order: a pair of groups, or several pairs of smaller ones."""
-    if refs.zero is not None:
-        zero = refs.zero[...].astype(jnp.int32).astype(jnp.float32)
-        scratch.zero[...] = (zero - MIDDLE) * UNIT
     per_slice, num_slices = 2 * LANES // group_size, refs.data.shape[1] // LANES
 
     def add(index):
-        planes = _planes(refs.data[:, pl.ds(pl.multiple_of(index * LANES, LANES), LANES)])
+        data = refs.data[:, pl.ds(pl.multiple_of(index * LANES, LANES), LANES)]
+        planes = [_widen(plane) for plane in _planes(data)]
         x = refs.x[:, pl.ds(pl.multiple_of(index * 2 * LANES, LANES), 2 * LANES)]
         total = scratch.sums[...]
         for number in range(per_slice):
@@ -305,12 +307,47 @@ def _add_int4(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
             total += part * refs.scale[row, :]
         scratch.sums[...] = total
 
-    _repeat(num_slices, _slices_at_once(scratch.sums), add)
+    _repeat(num_slices, INPUTS_AT_ONCE // (2 * LANES), add)
+
+
+def _add_scaled(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
+    """Weights with groups, scaled and rounded: about equally many slices of LANES bytes of each output at once, in
+    order.
+    """
+    num_slices = refs.data.shape[1] // LANES
+    per_slice = refs.x.shape[1] // num_slices  # inputs
+    at_once = pl.cdiv(num_slices, pl.cdiv(num_slices, INPUTS_AT_ONCE // per_slice))
+
+    def add(inputs):
+        first = inputs.start // per_slice
+        slices = (first + number for number in range(inputs.size // per_slice))
+        weights = [_scaled(refs, scratch, index, group_size) for index in slices]
+        w = jnp.concatenate(weights)
+        scratch.sums[...] += jnp.dot(refs.x[:, inputs], w, preferred_element_type=jnp.float32)
+
+    in_chunks(refs.x.shape[1], at_once * per_slice, add)
+
+
+def _scaled(refs: _Arrays, scratch: _Scratch, index, group_size: int) -> jax.Array:
+    """bfloat16[inputs of slice `index`, F]. Outputs in lanes, as scales have them: 8 bits are transposed faster than 16."""
+    data = refs.data[:, pl.ds(pl.multiple_of(index * LANES, LANES), LANES)].T
+    if data.dtype != jnp.uint8:
+        scale = refs.scale[pl.ds(index * LANES // group_size, 1), :]
+        return (_floats(data) * scale).astype(jnp.bfloat16)
+    planes, per_slice = _planes(data), 2 * LANES // group_size
+    groups = []
+    for number in range(per_slice):
+        first, row = number // 2 * group_size, pl.ds(index * per_slice + number, 1)
+        w = _floats(planes[number % 2][first : first + group_size])
+        if refs.zero is not None:
+            w -= scratch.zero[row, :]
+        groups.append((w * refs.scale[row, :]).astype(jnp.bfloat16))
+    return jnp.concatenate(groups)
 
 
 def _planes(data: jax.Array) -> list[jax.Array]:
-    """UNIT (q - 8) of the low and the high halves of bytes, as bfloat16."""
+    """UNIT (q - 8) of the low and the high halves of bytes, as int8."""
     upper = jnp.uint32(0xF0F0F0F0)
     # In the upper half of a signed byte q with its highest bit flipped is 16 (q - 8).
     words = pltpu.bitcast(data, jnp.uint32) ^ jnp.uint32(0x88888888)
-    return [_widen(pltpu.bitcast(half & upper, jnp.int8)) for half in (words << 4, words)]
+    return [pltpu.bitcast(half & upper, jnp.int8) for half in (words << 4, words)]

@@ -31,12 +31,16 @@ class QuantMatmulTests:
     def check(self, case: Case, **options) -> None:
         x, weight = cases.arguments(case)
         out = self.product(x, weight, round_x=case.round_x, **options)
-        want = numpy_product(x, weight, case.round_x)
+        want = numpy_product(x, weight, case.round_x, rounds_weight=self.rounds_weight(case))
         assert out.shape == want.shape and out.dtype == np.float32
         assert distance(out, want) < self.bound_of(case)
 
     def bound_of(self, case: Case) -> float:
         return self.bound
+
+    def rounds_weight(self, case: Case) -> bool:
+        """Whether each weight is rounded to bfloat16 after scaling."""
+        return False
 
     def check_what_comes_last(self, case: Case, **options) -> None:
         """Bias and cast, of a result of which nothing else has to be rounded."""
@@ -50,12 +54,14 @@ class QuantMatmulTests:
         want = plain + np.asarray(bias, np.float32)
         np.testing.assert_array_equal(out, want.astype(jnp.bfloat16))
 
-    def check_rows_alone(self, case: Case, **changes) -> None:
+    def check_rows_alone(
+        self, case: Case, num_tokens: int = 64, fewer=(slice(0, 1), slice(3, 11)), **changes
+    ) -> None:
         """A row is the same to the bit among any number of rows. changes: of the weight."""
-        x, weight = cases.arguments(replace(case, num_tokens=64))
+        x, weight = cases.arguments(replace(case, num_tokens=num_tokens))
         weight = replace(weight, **{name: change(weight) for name, change in changes.items()})
         out = self.product(x, weight, round_x=case.round_x)
-        for rows in (slice(0, 1), slice(3, 11)):
+        for rows in fewer:
             alone = self.product(x[rows], weight, round_x=case.round_x)
             np.testing.assert_array_equal(alone, out[rows])
 
@@ -95,9 +101,13 @@ def numpy_weight(weight: QuantizedWeight) -> np.ndarray:
     return out
 
 
-def numpy_product(x, weight: QuantizedWeight, round_x: bool) -> np.ndarray:
+def numpy_product(
+    x, weight: QuantizedWeight, round_x: bool, rounds_weight: bool = False
+) -> np.ndarray:
     """float64 [T, F]"""
     x, w = np.asarray(x, np.float64), numpy_weight(weight)
+    if rounds_weight:
+        w = w.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
     if round_x:  # `round_rows` has a test of its own: which way half a step is rounded depends on the scale's last bit
         integers, scale = (np.asarray(each, np.float64) for each in jax.jit(round_rows)(x))
         x = integers * scale
