@@ -40,7 +40,7 @@ from pallas_kernels.quant_matmul.quantized import (
     round_rows,
 )
 
-X_BYTES = 14 << 20  # per tile of x, at most
+X_BYTES = 28 << 20  # of tiles of x in VMEM, at most
 # Per weight tile, at most. Two of both and of the result, and sums: at most 48 MB.
 TILE_BYTES = 7 << 20
 CHUNK = 4096  # inputs multiplied at once. Sums are divided there, so it is never tuned
@@ -86,7 +86,7 @@ def unsupported_reason(
         return f"{num_in} inputs are no multiple of {LANES}"
     elif weight.has_groups and (weight.group_size % LANES or weight.group_size > CHUNK):
         return f"groups have {weight.group_size} inputs, no multiple of {LANES} up to {CHUNK}"
-    if LANES * weight.data.shape[1] > TILE_BYTES or LANES * num_in * 2 > X_BYTES:
+    if LANES * weight.data.shape[1] > TILE_BYTES or LANES * num_in * 2 * 2 > X_BYTES:
         return f"{num_in} inputs of a tile do not fit into VMEM"
     return None
 
@@ -123,7 +123,8 @@ def quant_matmul(
         bias=None if bias is None else bias[None],
     )
     tiles = tiles_of(x, weight, sizes)
-    return _call(arrays, weight, tiles, jnp.dtype(dtype), interpret)[:num_tokens]
+    x_buffers = _x_buffers(x, weight, sizes)
+    return _call(arrays, weight, tiles, x_buffers, jnp.dtype(dtype), interpret)[:num_tokens]
 
 
 def tiles_of(x: jax.Array, weight: QuantizedWeight, sizes: TileSizes) -> tuple[int, int]:
@@ -134,15 +135,23 @@ def tiles_of(x: jax.Array, weight: QuantizedWeight, sizes: TileSizes) -> tuple[i
     there should be several tiles.
     """
     (num_tokens, num_in), (num_out, width) = x.shape, weight.data.shape
-    num_tiles = pl.cdiv(
-        num_tokens, _halved(sizes.tile_tokens, X_BYTES // (num_in * x.dtype.itemsize))
-    )
+    row_bytes = num_in * x.dtype.itemsize * _x_buffers(x, weight, sizes)
+    num_tiles = pl.cdiv(num_tokens, _halved(sizes.tile_tokens, X_BYTES // row_bytes))
     sublanes = _sublanes(x)
     tile_tokens = pl.cdiv(pl.cdiv(num_tokens, num_tiles), sublanes) * sublanes
     fitting = TILE_BYTES // width
     if tile_tokens < LANES:
         fitting = min(fitting, num_out // sizes.least_tiles)
     return tile_tokens, min(_halved(sizes.tile_out, fitting), pl.cdiv(num_out, LANES) * LANES)
+
+
+def _x_buffers(x: jax.Array, weight: QuantizedWeight, sizes: TileSizes) -> int:
+    """2, of which one is loaded while the other is multiplied; 1 if tiles of many inputs would have fewer tokens then:
+    weights with groups are scaled for each tile of tokens, which takes longer than loading x.
+    """
+    num_tokens, num_in = x.shape
+    tile_bytes = min(num_tokens, sizes.tile_tokens) * num_in * x.dtype.itemsize
+    return 1 if weight.has_groups and 2 * tile_bytes > X_BYTES else 2
 
 
 def _sublanes(x: jax.Array) -> int:
@@ -177,20 +186,25 @@ class _Scratch(NamedTuple):
 
 
 def _call(
-    arrays: _Arrays, weight: QuantizedWeight, tiles: tuple[int, int], dtype: jnp.dtype, interpret
+    arrays: _Arrays,
+    weight: QuantizedWeight,
+    tiles: tuple[int, int],
+    x_buffers: int,
+    dtype: jnp.dtype,
+    interpret,
 ) -> jax.Array:
     x, num_out, (tile_tokens, tile_out) = arrays.x, weight.shape[0], tiles
 
-    def of_tokens(array):
+    def of_tokens(array, **mode):
         if array is not None:
-            return pl.BlockSpec((tile_tokens, array.shape[1]), lambda t, o: (t, 0))
+            return pl.BlockSpec((tile_tokens, array.shape[1]), lambda t, o: (t, 0), **mode)
 
     def of_outputs(array):
         if array is not None:
             return pl.BlockSpec((array.shape[0], tile_out), lambda t, o: (0, o))
 
     specs = _Arrays(
-        x=of_tokens(x),
+        x=of_tokens(x, pipeline_mode=pl.Buffered(x_buffers)),
         data=pl.BlockSpec((tile_out, arrays.data.shape[1]), lambda t, o: (o, 0)),
         scale=of_outputs(arrays.scale),
         row_scale=of_tokens(arrays.row_scale),

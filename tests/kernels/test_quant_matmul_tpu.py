@@ -100,6 +100,21 @@ class TestTPU(QuantMatmulTests):
 
 
 @pytest.mark.slow
+def test_one_tile_of_x_at_a_time(monkeypatch):
+    """Where that has more tokens than two have that fit."""
+    case = replace(case_of("int4"), num_tokens=300)
+    x, weight = cases.arguments(case)
+    wanted = run(x, weight)
+    monkeypatch.setattr(tpu, "X_BYTES", case.num_tokens * case.num_in * 2)
+    assert tpu.tiles_of(x, weight, tpu.DEFAULT)[0] == 160
+    with monkeypatch.context() as of_two:
+        of_two.setattr(tpu, "_x_buffers", lambda *_: 2)
+        assert tpu.tiles_of(x, weight, tpu.DEFAULT)[0] == 112
+    one_at_a_time = jax.jit(partial(tpu.quant_matmul, interpret=INTERPRETED))
+    np.testing.assert_array_equal(one_at_a_time(x, weight), wanted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8-groups"])
 def test_sizes_change_no_bit(name):
     """With scales and zeros that are powers of two, as above. 300 tokens are one tile, two or three."""
@@ -119,8 +134,9 @@ def test_sizes_change_no_bit(name):
 def test_tiles_fit_are_equally_large_and_of_few_tokens_there_are_several():
     """Where one tile of 128 outputs is all that fits, it is."""
 
-    def tiles_of(num_tokens, num_in, num_out, sizes=tpu.DEFAULT, dtype=jnp.int8):
-        weight = jax.eval_shape(lambda: quantize(jnp.zeros((num_out, num_in)), "int8"))
+    def tiles_of(num_tokens, num_in, num_out, sizes=tpu.DEFAULT, dtype=jnp.int8, group_size=None):
+        zeros = jax.ShapeDtypeStruct((num_out, num_in), jnp.float32)
+        weight = jax.eval_shape(partial(quantize, format="int8", group_size=group_size), zeros)
         return tpu.tiles_of(jax.ShapeDtypeStruct((num_tokens, num_in), dtype), weight, sizes)
 
     for given, wanted in (
@@ -136,6 +152,8 @@ def test_tiles_fit_are_equally_large_and_of_few_tokens_there_are_several():
     ):
         assert tiles_of(*given) == wanted
     assert tiles_of(2048, 18944, 3584, dtype=jnp.bfloat16) == (256, 256)
+    # With one buffer instead of two.
+    assert tiles_of(2048, 18944, 3584, dtype=jnp.bfloat16, group_size=128) == (512, 256)
     assert tiles_of(2048, 28672, 8192, tpu.TileSizes(tile_tokens=256, tile_out=1024)) == (256, 256)
 
 
