@@ -343,7 +343,7 @@ def _add_scaled(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
 
 
 def _scaled(refs: _Arrays, scratch: _Scratch, index, group_size: int) -> jax.Array:
-    """bfloat16[inputs of slice `index`, F]. Outputs lie in lanes, as in scales; 8 bits are transposed faster than 16."""
+    """bfloat16[inputs of slice `index`, F]: outputs in lanes, as in scales. 8 bits are transposed faster than 16."""
     data = refs.data[:, pl.ds(pl.multiple_of(index * LANES, LANES), LANES)].T
     if data.dtype != jnp.uint8:
         scale = refs.scale[pl.ds(index * LANES // group_size, 1), :]
