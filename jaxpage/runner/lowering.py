@@ -322,7 +322,7 @@ def num_bytes(tree: Any) -> int:
 def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
     """The uploads of each program, by its name."""
     sizes = {"block_size": spec.block_size, "decode_steps": spec.decode_steps}
-    groups, drafts = len(spec.groups.windows), spec.num_drafts > 0
+    groups, drafts = len(spec.groups.windows), spec.num_drafts
     pictures, sample_sizes = spec.pictures, _sample_sizes(buckets)
     return {
         ADMIT: admission_layout(spec),
@@ -331,11 +331,11 @@ def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
         SCORE: score_layout(spec.num_scored),
         VOCABULARY: vocabulary_layout(),
         **{
-            b.name: step_layout(b, num_groups=groups, pictures=pictures, has_drafts=drafts, **sizes)
+            b.name: step_layout(b, num_groups=groups, pictures=pictures, num_drafts=drafts, **sizes)
             for b in buckets
         },
         **{sample_name(rows): rows_layout(rows) for rows in sample_sizes},
-        **{verify_name(n): rows_layout(n, has_drafts=True) for n in sample_sizes if drafts},
+        **{verify_name(n): rows_layout(n, drafts) for n in sample_sizes if drafts},
     }
 
 

@@ -1,9 +1,9 @@
 """Turns a plan into the calls that execute it. Pure functions of NumPy arrays, without a device.
 
 The calls of a plan, in order: block contents move between device, host and disk; adapters are loaded into their slots;
-sequences are admitted; forced tokens and drafts are stored; masks are set; pictures are encoded; then the step runs,
-either `decode`, or `forward` and, with the scoring of prompts in between, `sample` or `verify`. Rows that an earlier
-step computed take part in the latter only.
+sequences are admitted; forced tokens are stored; masks are set; pictures are encoded; then the step runs, either
+`decode`, or `forward` and, with the scoring of prompts in between, `sample` or `verify`. Rows that an earlier step
+computed take part in the latter only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def step_layout(
     decode_steps: int,
     num_groups: int = 1,
     pictures: PictureSpec | None = None,
-    has_drafts: bool = False,
+    num_drafts: int = 0,
 ) -> Layout:
     """What is uploaded for one step of a bucket.
 
@@ -62,7 +62,7 @@ def step_layout(
     num_updates = num_groups * (new_tokens // block_size + 2 * rows)
     return Layout(
         (
-            *rows_layout(rows, has_drafts=has_drafts).fields,
+            *rows_layout(rows, num_drafts).fields,
             Field("update_slots", (num_updates,)),  # padding: the null slot's entry 0
             Field("update_groups", (num_updates,)),
             Field("update_indices", (num_updates,)),
@@ -74,8 +74,9 @@ def step_layout(
     )
 
 
-def rows_layout(num_rows: int, *, has_drafts: bool = False) -> Layout:
-    """What is uploaded to sample for a number of rows."""
+def rows_layout(num_rows: int, num_drafts: int = 0) -> Layout:
+    """What is uploaded to sample for a number of rows. num_drafts: most of a row."""
+    drafts = (Field("num_drafts", (num_rows,)), Field("drafts", (num_rows, num_drafts)))
     return Layout(
         (
             Field("features"),
@@ -84,7 +85,7 @@ def rows_layout(num_rows: int, *, has_drafts: bool = False) -> Layout:
             Field("starts", (num_rows,)),
             Field("num_tokens", (num_rows,)),  # padding: 0
             Field("samples", (num_rows,)),  # 0 or 1
-            *([Field("num_drafts", (num_rows,))] if has_drafts else []),
+            *(drafts if num_drafts else ()),
         )
     )
 
@@ -158,6 +159,7 @@ def _pack_rows(plan: StepPlan, layout: Layout, num_rows: int) -> np.ndarray:
         layout.view(buffer, name)[:num_rows] = getattr(plan, name)[:num_rows]
     for row, drafts in plan.drafts.items():
         layout.view(buffer, "num_drafts")[row] = len(drafts)
+        layout.view(buffer, "drafts")[row, : len(drafts)] = drafts
     return buffer
 
 
@@ -194,14 +196,11 @@ def _embeds(plan: StepPlan, bucket: Bucket) -> tuple[np.ndarray, ...]:
 
 
 def _host_tokens(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
-    """Calls that store forced tokens and drafts."""
-    calls, tokens = [], list(plan.forced_tokens)
-    for row, drafts in plan.drafts.items():
-        end = plan.starts[row] + plan.num_tokens[row]
-        tokens.append((plan.slots[row], end - len(drafts), drafts))
+    """Calls that store forced tokens."""
+    calls = []
     where = [
         (slot, (start + offset, token_id))
-        for slot, start, token_ids in tokens
+        for slot, start, token_ids in plan.forced_tokens
         for offset, token_id in enumerate(token_ids)
     ]
     for slots, tokens in portions(where, TOKENS_PER_CALL):

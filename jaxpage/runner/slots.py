@@ -112,6 +112,16 @@ def update_tables(state: RequestState, rows: dict[str, jax.Array]) -> RequestSta
     return state | {"block_tables": tables}
 
 
+def store_drafts(state: RequestState, rows: dict[str, jax.Array]) -> RequestState:
+    """The state with the drafts of rows behind their sequences."""
+    num_drafts, slots = rows["num_drafts"][:, None], rows["slots"][:, None]
+    number = jnp.arange(rows["drafts"].shape[1], dtype=jnp.int32)[None]
+    known = (rows["starts"] + rows["num_tokens"])[:, None] - num_drafts
+    positions = jnp.where(number < num_drafts, known + number, state["token_ids"].shape[1])
+    token_ids = state["token_ids"].at[slots, positions].set(rows["drafts"], mode="drop")
+    return state | {"token_ids": token_ids}
+
+
 def keep_hidden(
     state: RequestState, slots: jax.Array, new: jax.Array, *, on_gpu: bool, field: str = "hidden"
 ) -> RequestState:

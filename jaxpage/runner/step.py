@@ -42,6 +42,7 @@ from jaxpage.runner.slots import (
     EXPERT_LOAD,
     has_positions,
     keep_hidden,
+    store_drafts,
     update_tables,
 )
 from jaxpage.runner.spec import StepSpec
@@ -91,6 +92,8 @@ class Step:
         prompt embeddings: words [T, E], and bool[T] where they stand in the place of tokens.
         """
         kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)
+        if self.spec.num_drafts:
+            state = store_drafts(state, rows)
         computed = self._hidden(bucket, leaves, kv_pool, state, rows, embeds)
         kv_pool, state, batch, hidden, captured = computed
         last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
@@ -162,7 +165,7 @@ class Step:
             weights, index = lax.optimization_barrier((leaves, index))  # as in `decode`
             hidden = lax.bitcast_convert_type(kept[:, index], self.spec.dtype)
             now = rows | {"starts": rows["starts"] - num_drafts + index, "samples": goes_on}
-            drafts = state["token_ids"][slots, now["starts"] + rows["num_tokens"]]
+            drafts = rows["drafts"][:, jnp.minimum(index, self.spec.num_drafts - 1)]
             state, sampled, samples = self._sample_rows(self._model(weights), hidden, state, now)
             goes_on = samples & (index < num_drafts) & (sampled.token_ids == drafts)
             goes_on = (goes_on & ~state["finished"][slots]).astype(jnp.int32)
