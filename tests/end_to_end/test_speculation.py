@@ -59,7 +59,7 @@ def test_tokens_are_those_without_drafts(family, options, tmp_path):
     assert 20 < stats.num_accepted_tokens < stats.num_draft_tokens and not stats.num_blocks_used
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
     # Drafts are uploaded with their step.
-    assert not any(each.num_calls for each in llm.programs if each.name == "set tokens")
+    assert not any(each.num_calls for each in llm.programs() if each.name == "set tokens")
 
 
 @pytest.mark.slow
