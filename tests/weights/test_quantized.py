@@ -305,6 +305,21 @@ def test_integers_are_not_read_as_fp8_nor_fp8_as_integers(form, kind, message, s
         load(abstract(tmp_path), tmp_path, use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    ("form", "other", "message"),
+    [
+        ("gptq-4-g128", "ct-fp8-dynamic", "is quantised to fp8 .* of the model to 4 bits"),
+        ("ct-w8a16", "ct-fp8-dynamic", "is quantised to fp8 .* of the model to int8"),
+        ("ct-w8a16", "awq-g128", "is quantised to 4 bits .* of the model to int8"),
+    ],
+)
+def test_weights_in_other_numbers_than_the_models(form, other, message, source, tmp_path):
+    for name in (form, other):
+        write(source, tmp_path / name, FORMATS[name])
+    with pytest.raises(ValueError, match=message):
+        load(abstract(tmp_path / form), tmp_path / other, use_tqdm=False)
+
+
 def test_dynamic_is_another_name_for_groups_that_are_not_adjacent(source, tmp_path):
     written = write(source, tmp_path, FORMATS["ct-w4a16-act-order"])
     changed(tmp_path, actorder="dynamic")
