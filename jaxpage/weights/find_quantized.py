@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import numpy as np
+
 from jaxpage.weights.quantization import Quantization, WeightFormat
 from jaxpage.weights.quantized import QuantizedTensor
 from jaxpage.weights.quantized_layouts import FP8, Awq, Gptq, Packed, Plain
@@ -56,6 +58,7 @@ def with_quantized(
             ) from None
         tensor.check()
         _check_form(tensor, form)
+    _check_scales(left)
     return left | found
 
 
@@ -75,6 +78,16 @@ def _check_form(tensor: QuantizedTensor, form: WeightFormat) -> None:
             f"{tensor.name} has scales for {found} groups of its {num_in} inputs, and config.json says groups of "
             f"{size}: check that config.json belongs to the weights"
         )
+
+
+def _check_scales(left: Mapping[str, StoredTensor]) -> None:
+    """`left`: what belongs to no quantised weight."""
+    for name, tensor in left.items():
+        if name.endswith(".weight") and tensor.dtype in (np.int8, FP8):
+            raise ValueError(
+                f"{name} is stored as {tensor.dtype}, but the checkpoint lacks its scale, {name}_scale or "
+                f"{name}_scale_inv: it is damaged or incomplete, download it again"
+            )
 
 
 def _check_not_quantised(stored: Mapping[str, StoredTensor]) -> None:

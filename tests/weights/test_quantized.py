@@ -241,6 +241,8 @@ def test_what_is_not_supported_is_refused_from_the_config_alone(config, source):
 
 DAMAGED = {
     "qzeros is missing": ("awq-g32", "qzeros", None, "lacks .*down_proj.qzeros"),
+    "scale of fp8 is missing": ("fp8-block", "weight_scale_inv", None, "lacks its scale"),
+    "scale of int8 is missing": ("ct-w8a8", "weight_scale", None, "lacks its scale"),
     "scales have another shape": ("awq-g32", "scales", np.s_[:-1], "512 inputs are not divided"),
     "zeros have another shape": ("awq-g32", "qzeros", np.s_[:, :-1], r"should be int32\[16, 32\]"),
     "scales are no matrix": ("awq-g32", "scales", np.s_[0:1, 0], "a matrix is expected"),
