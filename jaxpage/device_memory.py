@@ -22,7 +22,7 @@ from jaxpage.models.decoder import CausalLM
 from jaxpage.models.lora import slot_axis
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.runner.runner import Runner
-from jaxpage.weights.abstract import abstract_model
+from jaxpage.weights.abstract import with_layers
 from jaxpage.weights.load import load, quantization_config_in
 
 Arrays = Mapping[str, jax.Array]  # by path in the engine's model
@@ -65,11 +65,12 @@ class DeviceMemory:
         """
         config = replace(self._spec.config, enable_lora=False)
         mesh = Mesh(np.array([_host_device()]), (TENSOR,))
-        model, _ = abstract_model(self._spec.hf_config, config, self._spec.mesh)
+        spec = self._spec
+        model = with_layers(spec.hf_config, config, spec.mesh, spec.quantised)
         # Weights alone are quantised as the engine's own.
-        hf_config = None if quantization_config_in(folder) else self._spec.hf_config
+        hf_config = None if quantization_config_in(folder) else spec.hf_config
         load(model, folder, mesh=mesh, use_tqdm=False, hf_config=hf_config)
-        replace(self._spec, config=config, model=model).transform_weights()
+        replace(spec, config=config, model=model).transform_weights()
         return {path: each.get_raw_value() for path, each in _own_variables(model).items()}
 
     def replace_weights(self, arrays: Arrays, *, keep_cache: bool) -> int:

@@ -41,6 +41,7 @@ from jaxpage.runner.spec import PictureSpec, StepSpec
 from jaxpage.runner.strict import check_strict
 from jaxpage.sampling.features import processors_of
 from jaxpage.weights.abstract import abstract_model
+from jaxpage.weights.quantization import Quantization
 from jaxpage.weights.spec import ParamSpec, specs
 from jaxpage.weights.transform import (
     choose_experts,
@@ -72,6 +73,7 @@ class EngineSpec:
     hardware: Device  # properties of that device
     mesh: Mesh | None  # None: `device` alone
     model: CausalLM  # abstract until weights are loaded
+    quantised: Quantization | None  # its layers that compute with a checkpoint's quantised weights
     groups: KVGroups
     pool: KVPoolSpec  # num_blocks=0 until it is sized
     no_kernel_reason: str | None  # why attention runs in XLA, if a kernel exists for it
@@ -326,7 +328,7 @@ def make_engine_spec(
         device_kind=hardware.kind,
         device_memory=hardware.memory_bytes,
     )
-    model, quantization = abstract_model(hf_config, config, mesh)
+    model, quantization, quantised = abstract_model(hf_config, config, mesh)
     config = replace(config, quantization=quantization)
     if config.numerics == "strict":
         check_strict(config, model.config, hardware.platform)
@@ -363,6 +365,7 @@ def make_engine_spec(
         hardware=hardware,
         mesh=mesh,
         model=model,
+        quantised=quantised,
         groups=groups,
         pool=choice.chosen,
         no_kernel_reason=choice.reason,

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.weights.load import quantization_of_checkpoint
+from jaxpage.weights.quantization import Quantization
 from jaxpage.weights.quantized_layers import declare
 
 if TYPE_CHECKING:
@@ -24,18 +25,17 @@ _KERNELS = {"awq_marlin": "awq", "gptq_marlin": "gptq"}  # vLLM's names of kerne
 
 def abstract_model(
     hf_config: PretrainedConfig, config: ResolvedConfig, mesh: Mesh | None
-) -> tuple[CausalLM, str | None]:
-    """The model, to be on one device or divided over `mesh`, and what `config.quantization` resolves to: None becomes
-    the checkpoint's own method, if there is one.
+) -> tuple[CausalLM, str | None, Quantization | None]:
+    """The model, to be on one device or divided over `mesh`; what `config.quantization` resolves to: None becomes
+    the checkpoint's own method, if there is one; and which layers compute with quantised weights of a checkpoint.
 
     Raises ValueError for what is not supported, and for another method than the checkpoint's.
     """
-    sizes: dict[str, Any] = {"dtype": config.dtype, "max_model_len": config.max_model_len}
-    model = registry.build(hf_config, **sizes, pictures=config.takes_pictures)
+    model = with_layers(hf_config, config, mesh, None)
     quantization = config.quantization
     found = quantization_of_checkpoint(model.config, hf_config, config.model)
     if quantization in ("int8", "dequantize"):  # of floats, which weights are dequantised to
-        return model, quantization
+        return model, quantization, None
     method = None if found is None else found.method
     if quantization is not None and _KERNELS.get(quantization, quantization) != method:
         raise ValueError(
@@ -45,4 +45,18 @@ def abstract_model(
         )
     if found is not None:
         declare(model, found, mesh)
-    return model, method
+    return model, method, found
+
+
+def with_layers(
+    hf_config: PretrainedConfig,
+    config: ResolvedConfig,
+    mesh: Mesh | None,
+    quantised: Quantization | None,
+) -> CausalLM:
+    """The model with these quantised layers, whatever the checkpoint is by now."""
+    sizes: dict[str, Any] = {"dtype": config.dtype, "max_model_len": config.max_model_len}
+    model = registry.build(hf_config, **sizes, pictures=config.takes_pictures)
+    if quantised is not None:
+        declare(model, quantised, mesh)
+    return model

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import numpy as np
+
 from jaxpage.weights.quantization import Quantization, WeightFormat
 from jaxpage.weights.quantized import QuantizedTensor
-from jaxpage.weights.quantized_layouts import Awq, Gptq, Packed, Plain
+from jaxpage.weights.quantized_layouts import FP8, Awq, Gptq, Packed, Plain
 from jaxpage.weights.safetensors import StoredTensor
 
 # Scales of activations and of the KV cache: activations stay floats, or are rounded by scales of their own.
@@ -55,12 +57,18 @@ def with_quantized(
                 f"{layer} is quantised, but the checkpoint lacks {error.args[0]}"
             ) from None
         tensor.check()
-        _check_groups(tensor, form)
+        _check_form(tensor, form)
+    _check_scales(left)
     return left | found
 
 
-def _check_groups(tensor: QuantizedTensor, form: WeightFormat) -> None:
-    """Raise ValueError unless the groups are those of config.json. Only blocks may be larger than what is left."""
+def _check_form(tensor: QuantizedTensor, form: WeightFormat) -> None:
+    """Raise ValueError unless numbers and groups are those of config.json. Only blocks may exceed what is left."""
+    if isinstance(tensor, Plain) and (tensor.weight.dtype == FP8) != (form.format == "fp8_e4m3"):
+        raise ValueError(
+            f"{tensor.name} is stored as {tensor.weight.dtype}, and config.json says {form.format}: check that "
+            "config.json belongs to the weights"
+        )
     size, num_in, found = form.group_size, tensor.shape[1], tensor.num_groups
     if size is None or found is None:
         return
@@ -70,6 +78,16 @@ def _check_groups(tensor: QuantizedTensor, form: WeightFormat) -> None:
             f"{tensor.name} has scales for {found} groups of its {num_in} inputs, and config.json says groups of "
             f"{size}: check that config.json belongs to the weights"
         )
+
+
+def _check_scales(left: Mapping[str, StoredTensor]) -> None:
+    """`left`: what belongs to no quantised weight."""
+    for name, tensor in left.items():
+        if name.endswith(".weight") and tensor.dtype in (np.int8, FP8):
+            raise ValueError(
+                f"{name} is stored as {tensor.dtype}, but the checkpoint lacks its scale, {name}_scale or "
+                f"{name}_scale_inv: it is damaged or incomplete, download it again"
+            )
 
 
 def _check_not_quantised(stored: Mapping[str, StoredTensor]) -> None:

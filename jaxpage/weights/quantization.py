@@ -5,6 +5,7 @@ Knows the methods' names and options. Must not know tensors, models or jax.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
 MXFP4 = "mxfp4"  # experts of gpt-oss
+_IN_WEIGHTS = {"weight_input", "weight_output"}  # where its transforms are part of stored weights
 _UNPACKED = ("int-quantized", "float-quantized", "naive-quantized")  # of compressed-tensors
 _ADVICE = (
     "use the checkpoint in bfloat16, float16 or float32 that it was made from. jaxpage can round that itself: "
@@ -51,9 +53,10 @@ class Quantization:
 
     def format_of(self, layer: str) -> WeightFormat | None:
         """The format of a linear layer by its name in the checkpoint; None: not quantised."""
-        if any(_matches(pattern, layer) for pattern in self.ignored):
+        names = _names_of(layer)
+        if _match(self.ignored, names):
             return None
-        return next((form for pattern, form in self.formats if _matches(pattern, layer)), None)
+        return next((form for pattern, form in self.formats if _match((pattern,), names)), None)
 
 
 def quantization_of(config: Any) -> Quantization | None:
@@ -72,9 +75,11 @@ def quantization_of(config: Any) -> Quantization | None:
     if method not in METHODS:
         raise unsupported(config, f"the methods are {', '.join(METHODS)}")
     try:
-        return readers[method](config)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise unsupported(config, f"its quantization_config is incomplete: {error!r}") from None
+        found = readers[method](config)
+        _prepared((*found.ignored, *(pattern for pattern, _ in found.formats)))
+    except (KeyError, TypeError, AttributeError, re.error) as error:
+        raise unsupported(config, f"its quantization_config cannot be read: {error!r}") from None
+    return found
 
 
 def with_floats(quantization: Quantization, layers: Iterable[str]) -> Quantization:
@@ -101,7 +106,7 @@ def _awq(config: dict[str, Any]) -> Quantization:
         group_size=_group_size(config, config.get("group_size", config.get("q_group_size"))),
         has_zeros=True,
     )
-    ignored = config.get("modules_to_not_convert") or ()
+    ignored = _flat(config.get("modules_to_not_convert") or ())
     return Quantization(method="awq", formats=(("Linear", form),), ignored=tuple(ignored))
 
 
@@ -141,24 +146,28 @@ def _fp8(config: dict[str, Any]) -> Quantization:
     if kind not in ("e4m3", "float8_e4m3fn"):
         raise unsupported(config, f"fmt={kind!r}; supported is e4m3")
     blocks = config.get("weight_block_size")
-    outputs, inputs = blocks or (1, None)
+    outputs, inputs = (1, None) if blocks is None else _block(config, blocks)
     form = WeightFormat(format="fp8_e4m3", group_size=inputs, block_outputs=outputs)
-    ignored = config.get("ignored_layers") or config.get("modules_to_not_convert") or ()
+    ignored = _flat(config.get("ignored_layers") or config.get("modules_to_not_convert") or ())
     return Quantization(method="fp8", formats=(("Linear", form),), ignored=tuple(ignored))
 
 
 def _compressed_tensors(config: dict[str, Any]) -> Quantization:
+    transforms = (config.get("transform_config") or {}).get("config_groups") or {}
+    places = {each["location"] for scheme in transforms.values() for each in scheme["apply"]}
+    if online := sorted(places - _IN_WEIGHTS):
+        raise unsupported(config, f"activations are transformed, at {online[0]} (transform_config)")
     formats = [
-        (str(target), _compressed_format(config, group))
+        (target, _compressed_format(config, group))
         for group in config["config_groups"].values()
-        for target in group["targets"]
+        for target in _flat(group["targets"])
     ]
     # A rule for every layer is the last one that is asked.
     formats.sort(key=lambda each: each[0] == "Linear")
     return Quantization(
         method="compressed-tensors",
         formats=tuple(formats),
-        ignored=tuple(config.get("ignore") or ()),
+        ignored=tuple(_flat(config.get("ignore") or ())),
     )
 
 
@@ -179,14 +188,14 @@ def _compressed_format(config: dict[str, Any], group: dict[str, Any]) -> WeightF
     if strategy == "group":
         size = _group_size(config, weights["group_size"])
     elif strategy == "block":
-        outputs, size = weights["block_structure"]
+        outputs, size = _block(config, weights["block_structure"])
     integers: Format = "int4" if bits == 4 else "int8"
     return WeightFormat(
         format="fp8_e4m3" if kind == "float" else integers,
         group_size=size,
         block_outputs=outputs,
         has_zeros=not symmetric,
-        has_order=weights.get("actorder") in ("group", True),
+        has_order=weights.get("actorder") in ("group", "dynamic", True),
         rounds_inputs=plain and kind == "int" and inputs is not None,
     )
 
@@ -197,6 +206,16 @@ def _group_size(config: dict[str, Any], size: Any) -> int | None:
     if not isinstance(size, int) or size < 1:
         raise unsupported(config, f"group_size={size!r} is no number of inputs")
     return size
+
+
+def _block(config: dict[str, Any], sizes: Any) -> tuple[int, int]:
+    if not (
+        isinstance(sizes, (list, tuple))
+        and len(sizes) == 2
+        and all(isinstance(size, int) and size > 0 for size in sizes)
+    ):
+        raise unsupported(config, f"blocks of {sizes!r}, which are not two numbers")
+    return sizes[0], sizes[1]
 
 
 def unsupported(config: dict[str, Any], why: str) -> ValueError:
@@ -213,9 +232,27 @@ def _flat(names: Any) -> list[str]:
     return [name for each in names for name in _flat(each)]
 
 
-def _matches(pattern: str, layer: str) -> bool:
-    """`layer`: as in a checkpoint of text. In one with pictures too, it may have one of two other prefixes."""
-    names = layer, f"language_model.{layer}", f"model.language_model.{layer.removeprefix('model.')}"
-    if pattern.startswith("re:"):
-        return any(re.match(pattern.removeprefix("re:"), name) for name in names)
-    return pattern == "Linear" or any(f".{pattern}." in f".{name}." for name in names)
+def _names_of(layer: str) -> str:
+    """The names of a layer that patterns may mean, each between dots and on a line.
+
+    `layer`: as in a checkpoint of text. In one with pictures too, it may have one of two other prefixes.
+    """
+    inner = layer.removeprefix("model.")
+    return f".{layer}.\n.language_model.{layer}.\n.model.language_model.{inner}."
+
+
+def _match(patterns: tuple[str, ...], names: str) -> bool:
+    """Whether one of the patterns matches one of `_names_of`."""
+    # A checkpoint may have 36,000 layers and 300 patterns, so one search has all names.
+    parts, expressions = _prepared(patterns)
+    if any(part in names for part in parts):
+        return True
+    each = [name.strip(".") for name in names.splitlines()] if expressions else []
+    return any(expression.match(name) for expression in expressions for name in each)
+
+
+@functools.lru_cache
+def _prepared(patterns: tuple[str, ...]) -> tuple[list[str], list[re.Pattern[str]]]:
+    """Parts of `_names_of`, and expressions for each of these names."""
+    parts = ["" if each == "Linear" else f".{each}." for each in patterns if each[:3] != "re:"]
+    return parts, [re.compile(each[3:]) for each in patterns if each[:3] == "re:"]

@@ -73,6 +73,11 @@ class QuantizedTensor:
         raise NotImplementedError
 
     @property
+    def number(self) -> np.dtype:
+        """That of `Unpacked.q`."""
+        raise NotImplementedError
+
+    @property
     def num_groups(self) -> int | None:
         """Groups of inputs with scales of their own; None: there is only a scale for each output."""
         raise NotImplementedError

@@ -151,6 +151,10 @@ class QuantizedPart:
         ][index]
 
 
+def _bits(number: np.dtype) -> str:
+    return {np.dtype(np.uint8): "4 bits", np.dtype(np.int8): "int8"}.get(number, "fp8")
+
+
 def quantized_layers(wanted: Mapping[str, ParamSpec]) -> list[str]:
     """The paths of layers with quantised weights, given a model's parameters."""
     return [path.removesuffix(".scale") for path in wanted if path.endswith(".scale")]
@@ -181,6 +185,12 @@ def parts_of(
         raise ValueError(
             f"{tensor.name} has shape {list(tensor.shape)} in the checkpoint; {layer} of the model wants "
             f"{list(model_shape)} of it: check that config.json belongs to the weights"
+        )
+    if tensor.number != weight.dtype:
+        raise ValueError(
+            f"{tensor.name} is quantised to {_bits(tensor.number)} in the checkpoint, and {layer} of the model to "
+            f"{_bits(weight.dtype)}: use a checkpoint that is quantised as the model, or "
+            'quantization="dequantize", which takes any'
         )
     # Groups may have the scale of their output, but not the other way round.
     if (num_groups or 1) % (tensor.num_groups or 1) or (

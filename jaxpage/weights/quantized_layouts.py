@@ -37,6 +37,10 @@ class Awq(QuantizedTensor):
         return self.qweight.shape[1] * 8, self.qweight.shape[0]
 
     @property
+    def number(self) -> np.dtype:
+        return np.dtype(np.uint8)
+
+    @property
     def num_groups(self) -> int | None:
         return self.scales.shape[0]
 
@@ -76,6 +80,10 @@ class Gptq(QuantizedTensor):
     @property
     def shape(self) -> tuple[int, int]:
         return self.qweight.shape[1], self.qweight.shape[0] * 32 // self.bits
+
+    @property
+    def number(self) -> np.dtype:
+        return _number(self.bits)
 
     @property
     def num_groups(self) -> int | None:
@@ -126,6 +134,10 @@ class Packed(QuantizedTensor):
         return self.weight_packed.shape[0], self.weight_packed.shape[1] * 32 // self.bits
 
     @property
+    def number(self) -> np.dtype:
+        return _number(self.bits)
+
+    @property
     def num_groups(self) -> int | None:
         return self.weight_scale.shape[-1]
 
@@ -171,6 +183,10 @@ class Plain(QuantizedTensor):
         return num_out, num_in
 
     @property
+    def number(self) -> np.dtype:
+        return self.weight.dtype
+
+    @property
     def num_groups(self) -> int | None:
         return None if self.group_size is None else -(-self.shape[1] // self.group_size)
 
@@ -212,6 +228,10 @@ class Plain(QuantizedTensor):
     def _of_outputs(self, array: np.ndarray) -> np.ndarray:
         """[blocks of F, J] as [J, F]."""
         return np.repeat(array.T, self.block_outputs, axis=1)[:, : self.shape[0]]
+
+
+def _number(bits: int) -> np.dtype:
+    return np.dtype(np.uint8 if bits == 4 else np.int8)
 
 
 def _columns(words: np.ndarray, bits: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +170,18 @@ def test_weights_are_replaced_and_sleep(checkpoint, expected, tmp_path):
     llm.update_weights(str(other.path))
     assert_transformers(other.floats, answers(llm))
     assert llm.stats().num_recompiles == 0
+
+
+def test_the_engines_folder_may_be_written_anew(checkpoint, tmp_path):
+    """Which layers are quantised is decided at the start, not by what is in the folder later."""
+    folder = Path(shutil.copytree(checkpoint.path, tmp_path / "steps"))
+    llm = make_llm(folder)
+    shutil.rmtree(folder)
+    shutil.copytree(checkpoint.floats, folder)
+    with pytest.raises(ValueError, match=r"according to config.json, but the checkpoint has it as"):
+        llm.update_weights(folder)
+    shutil.rmtree(folder)
+    assert llm.update_weights(checkpoint.path) == 1
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -221,6 +222,12 @@ UNSUPPORTED = {
     "empty": {"quant_method": "compressed-tensors"},
     "wrong types": {"quant_method": "compressed-tensors", "config_groups": {"group_0": 5}},
     "blocks": {"quant_method": "fp8", "weight_block_size": 128},
+    "sizes of blocks": {"quant_method": "fp8", "weight_block_size": [0, 128]},
+    "three sizes": {"quant_method": "fp8", "weight_block_size": [128, 128, 1]},
+    "expression": {"quant_method": "fp8", "ignored_layers": ["re:*.lm_head"]},
+    "no name": {"quant_method": "fp8", "ignored_layers": [None]},
+    "rotated inputs": FORMATS["ct-w4a16"].config([])
+    | {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
 }
 
 
@@ -234,6 +241,8 @@ def test_what_is_not_supported_is_refused_from_the_config_alone(config, source):
 
 DAMAGED = {
     "qzeros is missing": ("awq-g32", "qzeros", None, "lacks .*down_proj.qzeros"),
+    "scale of fp8 is missing": ("fp8-block", "weight_scale_inv", None, "lacks its scale"),
+    "scale of int8 is missing": ("ct-w8a8", "weight_scale", None, "lacks its scale"),
     "scales have another shape": ("awq-g32", "scales", np.s_[:-1], "512 inputs are not divided"),
     "zeros have another shape": ("awq-g32", "qzeros", np.s_[:, :-1], r"should be int32\[16, 32\]"),
     "scales are no matrix": ("awq-g32", "scales", np.s_[0:1, 0], "a matrix is expected"),
@@ -285,6 +294,48 @@ def test_a_config_that_does_not_belong_to_the_weights_is_refused(source, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("form", "kind", "message"),
+    [
+        ("ct-fp8-dynamic", "int", "as float8_e4m3fn, and config.json says int8"),
+        ("ct-w8a8", "float", "as int8, and config.json says fp8_e4m3"),
+    ],
+)
+def test_integers_are_not_read_as_fp8_nor_fp8_as_integers(form, kind, message, source, tmp_path):
+    write(source, tmp_path, FORMATS[form])
+    changed(tmp_path, type=kind)
+    with pytest.raises(ValueError, match=f"_proj.weight is stored {message}"):
+        load(abstract(tmp_path), tmp_path, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("form", "other", "message"),
+    [
+        ("gptq-4-g128", "ct-fp8-dynamic", "is quantised to fp8 .* of the model to 4 bits"),
+        ("ct-w8a16", "ct-fp8-dynamic", "is quantised to fp8 .* of the model to int8"),
+        ("ct-w8a16", "awq-g128", "is quantised to 4 bits .* of the model to int8"),
+    ],
+)
+def test_weights_in_other_numbers_than_the_models(form, other, message, source, tmp_path):
+    for name in (form, other):
+        write(source, tmp_path / name, FORMATS[name])
+    with pytest.raises(ValueError, match=message):
+        load(abstract(tmp_path / form), tmp_path / other, use_tqdm=False)
+
+
+def test_dynamic_is_another_name_for_groups_that_are_not_adjacent(source, tmp_path):
+    written = write(source, tmp_path, FORMATS["ct-w4a16-act-order"])
+    changed(tmp_path, actorder="dynamic")
+    assert_equal(load(abstract(tmp_path), tmp_path, use_tqdm=False), written)
+
+
+def changed(folder: Path, **how: Any) -> None:
+    """Change what config.json says of weights in compressed-tensors."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= how
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
     ("pattern", "layer", "matches"),
     [
         ("Linear", "model.layers.0.mlp.up_proj", True),
@@ -295,6 +346,7 @@ def test_a_config_that_does_not_belong_to_the_weights_is_refused(source, tmp_pat
         ("re:self_attn", "model.layers.0.self_attn.q_proj", False),
         ("re:model.language_model.layers.0.mlp", "model.layers.0.mlp.up_proj", True),
         ("language_model.model.layers.1.mlp", "model.layers.1.mlp.up_proj", True),
+        ("re:.*up_proj$", "model.layers.1.mlp.up_proj", True),
     ],
 )
 def test_patterns_of_exceptions(pattern, layer, matches):
