@@ -16,7 +16,6 @@ from tests import checkpoints, mixtures
 from tests.adapters import lora, merged, save_adapter
 from tests.end_to_end.test_parity import log_softmax, prompts_of, torch_logits_of
 from tests.few_programs import few_programs
-from tests.few_programs import few_programs
 from tests.quantized_checkpoints import FORMATS, write, write_float
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
