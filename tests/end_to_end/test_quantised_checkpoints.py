@@ -16,6 +16,7 @@ from jaxpage.start_up_log import model_line
 from tests import checkpoints, mixtures
 from tests.adapters import lora, merged, save_adapter
 from tests.end_to_end.test_parity import log_softmax, prompts_of, torch_logits_of
+from tests.few_programs import few_programs
 from tests.quantized_checkpoints import FORMATS, write, write_float
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
@@ -187,7 +188,9 @@ def test_the_engines_folder_may_be_written_anew(checkpoint, tmp_path):
 @pytest.mark.slow
 def test_a_trainers_floats_may_come_from_a_quantised_checkpoint(checkpoint, expected):
     module = load_module(str(checkpoint.path), dtype="float32")
-    sampler = Sampler(module, str(checkpoint.path), skip_tokenizer_init=True, max_model_len=64)
+    options = {"skip_tokenizer_init": True, "max_model_len": 64, "enforce_eager": True}
+    with few_programs():
+        sampler = Sampler(module, str(checkpoint.path), **options)
     rollout = sampler.generate(
         PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     )

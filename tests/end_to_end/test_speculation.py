@@ -52,6 +52,7 @@ def test_tokens_are_those_without_drafts(family, options, tmp_path):
     layers = {} if family == "gemma3" else {"num_hidden_layers": 1}
     path = checkpoints.build(family, 0, tmp_path, **layers)
     prompts, params = requests()
+    options = {"enforce_eager": True} | options
     expected = answers(make_llm(path, **options), prompts, params)
     llm = make_llm(path, speculative_config=LOOKUP, **options)
     assert_same_answers(answers(llm, prompts, params), expected, atol=2e-4)
@@ -68,8 +69,9 @@ def test_in_strict_numerics_no_bit_depends_on_drafts(tmp_path, as_users_compile)
     prompts, params = requests()
     prompts, params = prompts[2:5], params[2:5]
     with as_users_compile():
-        expected = answers(make_llm(path, numerics="strict"), prompts, params)
-        llm = make_llm(path, numerics="strict", speculative_config=LOOKUP)
+        options = {"numerics": "strict", "enforce_eager": True}
+        expected = answers(make_llm(path, **options), prompts, params)
+        llm = make_llm(path, speculative_config=LOOKUP, **options)
         assert answers(llm, prompts, params) == expected
     assert llm.stats().num_accepted_tokens > 10
 
@@ -79,7 +81,7 @@ def test_rows_without_drafts_share_steps_with_others(tmp_path):
     """One that ends early, one with the logprobs of the whole vocabulary; nothing compiles for either."""
     path = checkpoints.build("qwen2", 0, tmp_path, num_hidden_layers=1)
     prompts, params = requests()
-    expected = answers(make_llm(path), prompts, params)
+    expected = answers(make_llm(path, enforce_eager=True), prompts, params)
     llm = make_llm(path, speculative_config=LOOKUP)
     llm.wait_until_warm()
     llm.add_request("aborted", prompts[0], params[0])

@@ -53,7 +53,7 @@ def answers(llm, indices) -> dict[int, list]:
 @pytest.fixture(scope="module")
 def expected(make_llm) -> dict[int, list]:
     """Each alone, one step after the other."""
-    llm = make_llm(async_scheduling=False, enable_prefix_caching=False)
+    llm = make_llm(async_scheduling=False, enable_prefix_caching=False, enforce_eager=True)
     found: dict[int, list] = {}
     for index in range(len(WANTED)):
         found |= answers(llm, [index])
@@ -95,7 +95,7 @@ def test_neighbours_with_grammars_change_nothing_for_others(make_llm):
         rows = zip(completion.logprobs, completion.token_ids, strict=True)
         return completion.token_ids, [row[i].logprob for row, i in rows]
 
-    llm = make_llm()
+    llm = make_llm(enforce_eager=True)
     token_ids, logprobs = answer(llm, [])
     again, close = answer(llm, range(6))
     assert again == token_ids and close == pytest.approx(logprobs, abs=1e-4)
