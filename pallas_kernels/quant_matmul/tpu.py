@@ -5,13 +5,13 @@ of outputs at a time, each with all its inputs: tiles of tokens are large, since
 
 Weights are converted to integers that bfloat16 represents exactly, or to fp8's values, so they are not rounded, and
 scales multiply float32 sums: of an output, or of a group, which for int4 is minus its zero times the sum of the group's
-x. With more tokens than LANES that takes more operations than scaling the weights of groups, and sums of so few inputs
-leave half of an MXU idle. Then such weights are scaled in float32 and rounded to bfloat16, once. For int4 the kernel
-uses q - 8 and zero - 8, so a weight without zeros needs no subtraction. Bias and cast come last, in the kernel: a
-result in bfloat16 is half the bytes of the sums.
+x. With more than LANES tokens, scaling the sums of groups takes more operations than scaling their weights, and sums
+of so few inputs leave half of an MXU idle: weights with groups are then scaled in float32 and rounded to bfloat16,
+once. For int4 the kernel uses q - 8 and zero - 8, so a weight without zeros needs no subtraction. Bias and cast come
+last, in the kernel: a result in bfloat16 is half the bytes of the sums.
 
-The sum of an output is over chunks or groups of inputs in an order that depends only on the weight's shape: a row's
-result does not depend on the number of rows, as long as the MXU's does not, up to LANES rows and above.
+The sum of an output is over chunks or groups of inputs in an order that depends only on the weight's shape: among up
+to LANES rows, and among more, a row's result does not depend on their number, as long as the MXU's does not.
 
 Letters: T tokens, E inputs, F outputs, J groups, G = E / J.
 """
@@ -44,7 +44,8 @@ X_BYTES = 28 << 20  # of tiles of x in VMEM, at most
 # Per weight tile, at most. Two of both and of the result, and sums: at most 48 MB.
 TILE_BYTES = 7 << 20
 CHUNK = 4096  # inputs multiplied at once. Sums are divided there, so it is never tuned
-VMEM_BYTES = 52 << 20  # of at least 64 MB
+# Of at least 64 MB: those 48, and scales and zeros of groups, scaled weights and spilled registers.
+VMEM_BYTES = 56 << 20
 GROUP_SIZES = (32, 64, 128)  # of int4
 # Inputs of weights with groups in an iteration. The MXU can begin one group before it has the results of another; with
 # many tokens it sums that many. More would gain little, and large programs compile slowly.
