@@ -151,8 +151,8 @@ def _x_buffers(x: jax.Array, weight: QuantizedWeight, sizes: TileSizes) -> int:
     weights with groups are scaled for each tile of tokens, which takes longer than loading x.
     """
     num_tokens, num_in = x.shape
-    tile_bytes = min(num_tokens, sizes.tile_tokens) * num_in * x.dtype.itemsize
-    return 1 if weight.has_groups and 2 * tile_bytes > X_BYTES else 2
+    fitting = _halved(sizes.tile_tokens, X_BYTES // (2 * num_in * x.dtype.itemsize))
+    return 1 if weight.has_groups and min(num_tokens, sizes.tile_tokens) > fitting else 2
 
 
 def _sublanes(x: jax.Array) -> int:

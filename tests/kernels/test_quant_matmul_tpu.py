@@ -154,6 +154,7 @@ def test_tiles_fit_are_equally_large_and_of_few_tokens_there_are_several():
     assert tiles_of(2048, 18944, 3584, dtype=jnp.bfloat16) == (256, 256)
     # With one buffer instead of two.
     assert tiles_of(2048, 18944, 3584, dtype=jnp.bfloat16, group_size=128) == (512, 256)
+    assert tiles_of(384, 18944, 3584, dtype=jnp.bfloat16, group_size=128) == (384, 256)
     assert tiles_of(2048, 28672, 8192, tpu.TileSizes(tile_tokens=256, tile_out=1024)) == (256, 256)
 
 
