@@ -72,7 +72,7 @@ class TestTPU(QuantMatmulTests):
     @pytest.mark.parametrize(
         "name", ["int4", "int4-symmetric", "int4-groups-of-32", "int8-groups", "fp8-groups"]
     )
-    @pytest.mark.parametrize("num_tokens", [19, 200])
+    @pytest.mark.parametrize("num_tokens", [19, tpu.LANES, tpu.LANES + 1])
     def test_slices_that_do_not_fill_the_last_iteration(self, name, num_tokens):
         case = replace(case_of(name), num_tokens=num_tokens)
         self.check(replace(case, num_in=MANY_SLICES[case.format]))
