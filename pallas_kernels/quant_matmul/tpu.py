@@ -5,13 +5,13 @@ of outputs at a time, each with all its inputs: tiles of tokens are large, since
 
 Weights are converted to integers that bfloat16 represents exactly, or to fp8's values, so they are not rounded, and
 scales multiply float32 sums: of an output, or of a group, which for int4 is minus its zero times the sum of the group's
-x. With more tokens than LANES that takes more operations than scaling the weights of groups, and sums of so few inputs
-leave half of an MXU idle. Then such weights are scaled in float32 and rounded to bfloat16, once. For int4 the kernel
-uses q - 8 and zero - 8, so a weight without zeros needs no subtraction. Bias and cast come last, in the kernel: a
-result in bfloat16 is half the bytes of the sums.
+x. With more than LANES tokens, scaling the sums of groups takes more operations than scaling their weights, and sums
+of so few inputs leave half of an MXU idle: weights with groups are then scaled in float32 and rounded to bfloat16,
+once. For int4 the kernel uses q - 8 and zero - 8, so a weight without zeros needs no subtraction. Bias and cast come
+last, in the kernel: a result in bfloat16 is half the bytes of the sums.
 
-The sum of an output is over chunks or groups of inputs in an order that depends only on the weight's shape: a row's
-result does not depend on the number of rows, as long as the MXU's does not, up to LANES rows and above.
+The sum of an output is over chunks or groups of inputs in an order that depends only on the weight's shape: among up
+to LANES rows, and among more, a row's result does not depend on their number, as long as the MXU's does not.
 
 Letters: T tokens, E inputs, F outputs, J groups, G = E / J.
 """
@@ -44,7 +44,9 @@ X_BYTES = 28 << 20  # of tiles of x in VMEM, at most
 # Per weight tile, at most. Two of both and of the result, and sums: at most 48 MB.
 TILE_BYTES = 7 << 20
 CHUNK = 4096  # inputs multiplied at once. Sums are divided there, so it is never tuned
-VMEM_BYTES = 52 << 20  # of at least 64 MB
+# Of at least 64 MB: those 48, and scales and zeros of groups. With one buffer of x, which makes tiles of results larger,
+# also for spilled registers and scaled weights.
+VMEM_BYTES, VMEM_BYTES_OF_ONE = 52 << 20, 56 << 20
 GROUP_SIZES = (32, 64, 128)  # of int4
 # Inputs of weights with groups in an iteration. The MXU can begin one group before it has the results of another; with
 # many tokens it sums that many. More would gain little, and large programs compile slowly.
@@ -150,8 +152,8 @@ def _x_buffers(x: jax.Array, weight: QuantizedWeight, sizes: TileSizes) -> int:
     weights with groups are scaled for each tile of tokens, which takes longer than loading x.
     """
     num_tokens, num_in = x.shape
-    tile_bytes = min(num_tokens, sizes.tile_tokens) * num_in * x.dtype.itemsize
-    return 1 if weight.has_groups and 2 * tile_bytes > X_BYTES else 2
+    fitting = _halved(sizes.tile_tokens, X_BYTES // (2 * num_in * x.dtype.itemsize))
+    return 1 if weight.has_groups and min(num_tokens, sizes.tile_tokens) > fitting else 2
 
 
 def _sublanes(x: jax.Array) -> int:
@@ -224,7 +226,8 @@ def _call(
         out_shape=jax.ShapeDtypeStruct((x.shape[0], num_out), dtype),
         scratch_shapes=(_Scratch(pltpu.VMEM((tile_tokens, tile_out), sum_dtype), zero),),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("parallel", "parallel"),
+            vmem_limit_bytes=VMEM_BYTES if x_buffers == 2 else VMEM_BYTES_OF_ONE,
         ),
         interpret=interpret,
         name="quant_matmul",

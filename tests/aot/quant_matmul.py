@@ -64,6 +64,9 @@ def products() -> Iterator[Product]:
         yield Product(format=format, num_tokens=8, num_in=896, num_out=1152)
         # As much as there is room for.
         yield Product(format=format, num_tokens=2048, num_in=28672, num_out=8192)
+    # With one buffer of x, and large tiles of everything else: of results, or of the scales of groups.
+    yield Product(format="fp8_e4m3-groups", num_tokens=2048, num_in=14336, num_out=4096)
+    yield Product(format="int4", group_size=32, num_tokens=2048, num_in=28672, num_out=8192)
     for group_size, num_tokens in ((32, 8), (64, 2048)):
         shape = dict(num_in=2048, num_out=2048, num_tokens=num_tokens)
         yield Product(format="int4", group_size=group_size, **shape)

@@ -72,7 +72,7 @@ class TestTPU(QuantMatmulTests):
     @pytest.mark.parametrize(
         "name", ["int4", "int4-symmetric", "int4-groups-of-32", "int8-groups", "fp8-groups"]
     )
-    @pytest.mark.parametrize("num_tokens", [19, 200])
+    @pytest.mark.parametrize("num_tokens", [19, tpu.LANES, tpu.LANES + 1])
     def test_slices_that_do_not_fill_the_last_iteration(self, name, num_tokens):
         case = replace(case_of(name), num_tokens=num_tokens)
         self.check(replace(case, num_in=MANY_SLICES[case.format]))
@@ -154,6 +154,7 @@ def test_tiles_fit_are_equally_large_and_of_few_tokens_there_are_several():
     assert tiles_of(2048, 18944, 3584, dtype=jnp.bfloat16) == (256, 256)
     # With one buffer instead of two.
     assert tiles_of(2048, 18944, 3584, dtype=jnp.bfloat16, group_size=128) == (512, 256)
+    assert tiles_of(384, 18944, 3584, dtype=jnp.bfloat16, group_size=128) == (384, 256)
     assert tiles_of(2048, 28672, 8192, tpu.TileSizes(tile_tokens=256, tile_out=1024)) == (256, 256)
 
 
