@@ -44,8 +44,8 @@ X_BYTES = 28 << 20  # of tiles of x in VMEM, at most
 # Per weight tile, at most. Two of both and of the result, and sums: at most 48 MB.
 TILE_BYTES = 7 << 20
 CHUNK = 4096  # inputs multiplied at once. Sums are divided there, so it is never tuned
-# Of at least 64 MB: those 48, and scales and zeros of groups. With one buffer of x, which makes tiles of results larger,
-# also for spilled registers and scaled weights.
+# Of at least 64 MB: those 48, and scales and zeros of groups. With one buffer of x, tiles of results are larger, and
+# scaled weights and spilled registers need room.
 VMEM_BYTES, VMEM_BYTES_OF_ONE = 52 << 20, 56 << 20
 GROUP_SIZES = (32, 64, 128)  # of int4
 # Inputs of weights with groups in an iteration. The MXU can begin one group before it has the results of another; with
