@@ -59,8 +59,9 @@ def dense_logprobs(model, rollout, temperature):
 
 
 def assert_same(first, second):
+    """Not bit for bit, which only strict numerics are: how many rows share a step depends on the engine's thread."""
     np.testing.assert_array_equal(first.token_ids, second.token_ids)
-    np.testing.assert_array_equal(first.logprobs, second.logprobs)
+    np.testing.assert_allclose(first.logprobs, second.logprobs, rtol=0, atol=1e-5)
 
 
 def test_logprobs_are_those_of_the_module_at_the_temperature(bound):
