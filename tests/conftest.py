@@ -32,6 +32,14 @@ def _asked_for(config: pytest.Config, marker: str) -> bool:
     return bool(re.search(rf"(?<!not )\b{marker}\b", expression))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--unless-passed",
+        action="store_true",
+        help="leave out slow tests of kernels that passed with the same sources (tests/kernels/records)",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run the whole fast core in two processes, if pytest-xdist is installed; other selections run in one."""

@@ -20,7 +20,7 @@ from typing import Any
 from tests.aot.sources import Sources
 
 FOLDER = Path(__file__).parent / "seen"
-DAYS = 30  # within which tests compile each program once, however little it changes
+DAYS = 90  # within which tests compile each program once, however little it changes
 
 
 @dataclass(frozen=True, kw_only=True)

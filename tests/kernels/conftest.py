@@ -1,9 +1,17 @@
-"""Tests of an operation are written once, in a class; each backend subclasses it and inherits the operation's cases."""
+"""Tests of an operation are written once, in a class; each backend subclasses it and inherits the operation's cases.
+
+With `--unless-passed`, slow tests that passed with the same sources are left out, see `passed.py`.
+"""
 
 from __future__ import annotations
 
+from datetime import date
+
 import pytest
 
+from tests.kernels import passed
+
+_LEFT_OUT = pytest.StashKey[int]()
 _SLOW_FORMATS = ("fp8_e4m3", "fp8_e5m2")  # which differ from int8 in the rounding of a number only
 
 
@@ -39,3 +47,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for case in metafunc.cls.cases
         ],
     )
+
+
+@pytest.hookimpl(
+    trylast=True
+)  # after the deselection by markers, so that only tests count that would run
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("unless_passed"):
+        return
+    left_out = [item for item in items if passed.holds(item.nodeid, date.today())]
+    config.stash[_LEFT_OUT] = len(left_out)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if left_out := config.stash.get(_LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{left_out} slow tests of kernels left out: they passed with the same sources"
+        )
