@@ -101,10 +101,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests whose marker was not selected, so that they do not count as skipped."""
     unwanted = [m for m in _MARKERS_TO_ASK_FOR if not _asked_for(config, m)]
-    left_out = [item for item in items if any(item.get_closest_marker(m) for m in unwanted)]
+    left_out = {item for item in items if any(item.get_closest_marker(m) for m in unwanted)}
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

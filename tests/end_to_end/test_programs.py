@@ -37,15 +37,19 @@ def make_llm(path, **options):
 
 @pytest.fixture(
     scope="module",
-    params=["all step sizes", pytest.param("two, as users compile", marks=pytest.mark.slow)],
+    params=[
+        "two step sizes",
+        pytest.param("all step sizes", marks=pytest.mark.slow),
+        pytest.param("two, as users compile", marks=pytest.mark.slow),
+    ],
 )
 def llm(request, path, as_users_compile):
-    """Of all step sizes, compiled quickly, or of the largest ones, compiled as for users: each such program takes five
-    times as long, and those of other sizes consist of the same operations.
+    """Of the largest step sizes or all, compiled quickly, or of the largest ones, compiled as for users: each such
+    program takes five times as long, and those of other sizes consist of the same operations.
     """
-    if request.param == "all step sizes":
-        return make_llm(path, num_gpu_blocks_override=40_000)
-    with few_programs(), as_users_compile():
+    few = nullcontext() if request.param == "all step sizes" else few_programs()
+    as_users = as_users_compile() if "users" in request.param else nullcontext()
+    with few, as_users:
         return make_llm(path, num_gpu_blocks_override=40_000)
 
 

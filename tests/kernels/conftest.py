@@ -55,11 +55,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("unless_passed"):
         return
-    left_out = [item for item in items if passed.holds(item.nodeid, date.today())]
+    left_out = {item for item in items if passed.holds(item.nodeid, date.today())}
     config.stash[_LEFT_OUT] = len(left_out)
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(

@@ -121,6 +121,7 @@ def test_the_best_token_stays_at_any_temperature(limit):
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(any_row, min_size=3, max_size=3))
 def test_a_token_is_drawn_from_what_the_plain_definition_leaves(rows):
