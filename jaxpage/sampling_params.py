@@ -171,6 +171,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def all_stop_token_ids(self) -> set[int]:
+        """`stop_token_ids` as a set. The model's EOS ids, which vLLM adds when a request begins, are not in it."""
+        return set(self.stop_token_ids or ())
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether outputs have logprobs."""
         return self.logprobs is not None or self.logprob_token_ids is not None
