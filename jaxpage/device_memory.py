@@ -47,7 +47,10 @@ class DeviceMemory:
     def lacks(self) -> str | None:
         """Why no step can run; None if one can."""
         if self._are_lost:
-            return "the weights were discarded: update_weights before generation goes on"
+            return (
+                "the weights were discarded, by sleep(level=2) or an update that failed: load some with "
+                "update_weights, then wake_up"
+            )
         if self._on_host or not self._has_pool:
             return "the engine is asleep: wake_up before generation goes on"
         return None

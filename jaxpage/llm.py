@@ -18,7 +18,7 @@ from jaxpage.beam_search import (
     request_params,
 )
 from jaxpage.call_guard import OneCaller, interrupts_deferred
-from jaxpage.config import EngineConfig, ResolvedConfig
+from jaxpage.config import EngineConfig
 from jaxpage.input_processor import AnyLoRA, InputProcessor
 from jaxpage.lora.request import LoRARequest
 from jaxpage.memory_calls import MemoryCalls
@@ -29,6 +29,7 @@ from jaxpage.profiling import ProfilingCalls
 from jaxpage.progress_bar import UseTqdm, progress_bar
 from jaxpage.request import Request
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+from jaxpage.vllm_calls import VllmCalls
 from jaxpage.vllm_options import refuse
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from jaxpage.runner.programs import ProgramRecord
 
 
-class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
+class LLM(PoolingCalls, MemoryCalls, ProfilingCalls, VllmCalls):
     """An engine and its tokenizer. `options` are those of `EngineConfig`, under vLLM's names.
 
     `generate` and `chat` answer a batch; `add_request` and `step` drive the same engine one step at a time, and the two
@@ -329,16 +330,6 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
         return self._inputs.adapters.ids
 
     # The rest.
-
-    @property
-    def llm_engine(self) -> LLM:
-        """In vLLM the engine behind `LLM`; here the same object, which has the same methods."""
-        return self
-
-    @property
-    def model_config(self) -> ResolvedConfig:
-        """In vLLM the options about the model; here all options."""
-        return self.config
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer. Raises ValueError with `skip_tokenizer_init`."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 MAX_FLOAT32 = 3.4028235e38
+# the least that XLA does not round to 0
+MIN_FLOAT32 = 1.1754943e-38
 
 
 def if_given(convert: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:

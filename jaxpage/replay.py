@@ -7,6 +7,7 @@ neither requests nor a scheduler.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +26,7 @@ from jaxpage.runner.recording import (
     HEADER,
     RESULT,
     WEIGHTS_CHANGED,
+    Frame,
     frames,
     read_calls,
     read_result,
@@ -57,12 +59,8 @@ def replay(file: BinaryIO, *, model: str | None = None) -> Replay:
     As many devices share the weights as in the recording. `model`: the folder of the checkpoint; None: as recorded.
     Raises ValueError for a file that is not a recording, and if there are fewer devices.
     """
-    recording = frames(file)
-    kind, header, _ = next(recording, ("nothing", {}, []))
-    if kind != HEADER:
-        raise ValueError(
-            f"a recording begins with what its engine was made of, this one with {kind}"
-        )
+    recording = _frames_of_recording(file)
+    _, header, _ = next(recording)
     options = header["options"] | ({} if model is None else {"model": model})
     _, runner = make_runner(spec_of_this_machine(_engine_config(options)))
     runner.warmup()
@@ -94,6 +92,25 @@ def replay(file: BinaryIO, *, model: str | None = None) -> Replay:
         weights_changed=weights_changed,
         is_complete=is_complete,
     )
+
+
+def _frames_of_recording(file: BinaryIO) -> Iterator[Frame]:
+    """The frames of a recording, at least its header. Raises ValueError for another file, and where it is damaged."""
+    name, count = getattr(file, "name", "the file"), 0
+    try:
+        for kind, metadata, arrays in frames(file):
+            if count == 0 and (kind != HEADER or not isinstance(metadata.get("options"), dict)):
+                break
+            yield kind, metadata, arrays
+            count += 1
+    except ValueError as error:
+        if count:
+            raise ValueError(f"{name} is damaged after {count} frames: {error}") from None
+    if count == 0:
+        raise ValueError(
+            f"{name} is not a recording; LLM(..., record_calls=FILE) writes one, and completes it when the engine is "
+            "gone"
+        )
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:

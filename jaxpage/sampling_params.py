@@ -18,6 +18,8 @@ from jaxpage.captures import Capture, to_captures
 from jaxpage.interventions import Intervention, to_interventions
 from jaxpage.param_aliases import accept_aliases, tell
 from jaxpage.param_values import (
+    MAX_FLOAT32,
+    MIN_FLOAT32,
     if_given,
     to_biases,
     to_bool,
@@ -169,6 +171,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def all_stop_token_ids(self) -> set[int]:
+        """`stop_token_ids` as a set. The model's EOS ids, which vLLM adds when a request begins, are not in it."""
+        return set(self.stop_token_ids or ())
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether outputs have logprobs."""
         return self.logprobs is not None or self.logprob_token_ids is not None
@@ -204,7 +211,12 @@ class SamplingParams:
         check("n", 1 <= self.n <= MAX_NUM_SEQUENCES, f"in 1..{MAX_NUM_SEQUENCES}")
         check("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]")
         check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
-        check("repetition_penalty", self.repetition_penalty > 0, "greater than 0")
+        # Outside of it float32 rounds to 0 or inf on the device.
+        check(
+            "repetition_penalty",
+            MIN_FLOAT32 <= self.repetition_penalty <= MAX_FLOAT32,
+            f"greater than 0 and fit into float32, {MIN_FLOAT32} to {MAX_FLOAT32}",
+        )
         check("temperature", 0 <= self.temperature <= 2, "in [0, 2]")
         check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         check("top_k", self.top_k >= 0, "0 or -1 (off), or at least 1")

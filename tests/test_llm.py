@@ -881,3 +881,34 @@ def test_a_thinking_budget_holds_however_the_engine_is_set(folder):
                 assert forced in (None, token)
                 num_forced += forced is not None
     assert num_forced >= 12 * len(end)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("collective_rpc", "update_weights replaces"),
+        ("apply_model", "jaxpage.rl.Sampler"),
+        ("enqueue", "use add_request"),
+        ("enqueue_chat", "use add_request"),
+        ("wait_for_completion", "use add_request"),
+        ("get_metrics", r"llm.stats\(\)"),
+    ],
+)
+def test_names_of_vllm_that_are_absent_say_what_to_use(name, instead, make):
+    arguments = ["x"] if name in ("collective_rpc", "apply_model") else []
+    with pytest.raises(NotImplementedError, match=instead):
+        getattr(make(), name)(*arguments)
+
+
+def test_repr_is_one_line_about_the_engine(make, folder):
+    llm = make()
+    assert llm.reset_mm_cache() is None and llm.llm_engine is llm
+    found = repr(llm)
+    assert found.startswith(f"LLM({folder!r}, dtype=") and "\n" not in found
+    for part in ("device='cpu'", f"max_model_len={MAX_MODEL_LEN}", "num_blocks=", "block_size=4"):
+        assert part in found
+
+
+def test_all_stop_token_ids():
+    assert SamplingParams(stop_token_ids=[7, 5, 7]).all_stop_token_ids == {5, 7}
+    assert SamplingParams().all_stop_token_ids == set()

@@ -40,6 +40,7 @@ class Counters:
     num_drafts: int = 0  # rows with drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # drafts that were right
+    num_accepted_per_position: list[int] = field(default_factory=list)  # by place in their draft
     # tokens routed to each expert of each layer that has experts, int64[L, X]; empty if not counted
     expert_load: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
@@ -59,7 +60,8 @@ class Counters:
         self.generation_tokens += num_tokens
         self.num_drafts += len(plan.drafts)
         self.num_draft_tokens += sum(map(len, plan.drafts.values()))
-        self.num_accepted_tokens += sum(int(result.num_sampled[row]) - 1 for row in plan.drafts)
+        for row in plan.drafts:
+            self._count_accepted(int(result.num_sampled[row]) - 1)
         if result.expert_load.size:
             before = self.expert_load if self.expert_load.size else 0
             self.expert_load = before + result.expert_load.astype(np.int64)
@@ -71,6 +73,14 @@ class Counters:
                     "another dtype. stats().num_nan_steps counts such steps"
                 )
             self.num_nan_steps += 1
+
+    def _count_accepted(self, number: int) -> None:
+        """Count the right tokens of a draft: its first `number`."""
+        self.num_accepted_tokens += number
+        by_position = self.num_accepted_per_position
+        by_position.extend([0] * (number - len(by_position)))
+        for position in range(number):
+            by_position[position] += 1
 
 
 def _of_sampled(result: StepResult) -> np.ndarray:

@@ -33,6 +33,8 @@ LENGTH_BYTES = 8
 HEADER, CALLS, RESULT, WEIGHTS_CHANGED = "header", "calls", "result", "weights changed"
 END = "end"
 
+Frame = tuple[str, dict[str, Any], list[np.ndarray]]  # kind, metadata, arrays
+
 
 def frame(kind: str, arrays: list[np.ndarray], **metadata: Any) -> bytes:
     """One frame, including its length."""
@@ -47,22 +49,22 @@ def frame(kind: str, arrays: list[np.ndarray], **metadata: Any) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-def frames(file: BinaryIO) -> Iterator[tuple[str, dict[str, Any], list[np.ndarray]]]:
-    """(kind, metadata, arrays) of each frame, except an incomplete last one. Raises ValueError for other contents."""
+def frames(file: BinaryIO) -> Iterator[Frame]:
+    """Each frame, except an incomplete last one. Raises ValueError for other contents."""
     while True:
         length = int.from_bytes(head := file.read(LENGTH_BYTES), "little")
         if len(head) < LENGTH_BYTES:
             return
         if length > MAX_FRAME_BYTES:
-            raise ValueError(f"not a recording: a frame of {length} bytes")
+            raise ValueError(f"not a frame of a recording: it would have {length} bytes")
         body = file.read(length)
         if len(body) < length:
             return
         yield parse(body)
 
 
-def parse(body: bytes) -> tuple[str, dict[str, Any], list[np.ndarray]]:
-    """(kind, metadata, arrays) of a frame, given without its length. Raises ValueError for other contents."""
+def parse(body: bytes) -> Frame:
+    """A frame, given without its length. Raises ValueError for other contents."""
     try:
         size = int.from_bytes(body[:8], "little")
         metadata = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["frame"])
@@ -73,7 +75,7 @@ def parse(body: bytes) -> tuple[str, dict[str, Any], list[np.ndarray]]:
         ]
         return metadata.pop("kind"), metadata, arrays
     except Exception as error:  # whatever safetensors, JSON or NumPy raise for foreign bytes
-        raise ValueError(f"not a recording: {type(error).__name__}: {error}") from None
+        raise ValueError(f"not a frame of a recording: {type(error).__name__}: {error}") from None
 
 
 def calls_frame(calls: list[Call]) -> bytes:

@@ -118,6 +118,8 @@ class EngineMetrics:
             [({"reason": "capacity"}, part.num_waiting) for part in parts],
         )
         yield self._prompt_tokens_by_source(parts)
+        if num_positions := self._llm.config.num_drafts:
+            yield self._accepted_by_position(parts, num_positions)
         yield self._gauge(
             "vllm:cache_config_info",
             "Options of the KV cache.",
@@ -147,6 +149,17 @@ class EngineMetrics:
                 [({"source": source}, counts[replica]) for source, counts in sources.items()]
                 for replica in range(len(parts))
             ],
+        )
+
+    def _accepted_by_position(self, parts: Sequence[EngineStats], num_positions: int) -> Metric:
+        def counts(part: EngineStats) -> list[Sample]:
+            known = dict(enumerate(part.num_accepted_per_position))
+            return [({"position": str(i)}, known.get(i, 0)) for i in range(num_positions)]
+
+        return self._counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Tokens guessed rightly, by their position in the guess.",
+            [counts(part) for part in parts],
         )
 
     def _cache_config(self, stats: EngineStats) -> dict[str, str]:

@@ -82,12 +82,15 @@ class GenerateCall:
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer in chunks."""
         usage, head = self._server.usage(), {"request_id": self._head["request_id"]}
+        with_usage, always = self._server.wanted_usage(self._body.stream_options)
         async for _, output in self.batch.outputs():
             usage.add(0, output)
-            choices = [self._choice(completion) for completion in output.outputs]
-            yield {**head, "choices": choices}
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
+            for completion in output.outputs:
+                chunk = {**head, "choices": [self._choice(completion)]}
+                if always:
+                    chunk["usage"] = usage.chunk_body(0, completion.index)
+                yield chunk
+        if with_usage:
             yield {**head, "choices": [], "usage": usage.body()}
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:

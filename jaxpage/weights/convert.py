@@ -18,13 +18,13 @@ from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.hub import is_url, local_folder, small_files
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.registry import build, tensor_name
-from jaxpage.weights.load import open_safetensors
+from jaxpage.weights.load import has_floats, open_safetensors
 from jaxpage.weights.orbax import find_tree, open_tree
 from jaxpage.weights.quantized_layers import forget
 from jaxpage.weights.restore import Wanted, find_places, read_parameters
 from jaxpage.weights.safetensors import open_checkpoint
 from jaxpage.weights.save import write
-from jaxpage.weights.spec import FLOATS, listed, specs
+from jaxpage.weights.spec import listed, specs
 from jaxpage.weights.stored import Stored
 
 
@@ -84,7 +84,7 @@ def _of_safetensors(model: CausalLM, folder: str, hf_config: Any) -> dict[str, A
         raise ValueError(
             f"{folder} has {listed(unused)}: only the text part of it can be converted"
         )
-    floats = {name for name, tensor in tensors.items() if tensor.dtype in FLOATS}
+    floats = {name for name, tensor in tensors.items() if has_floats(tensor)}
     dtype = _dtype(hf_config)
 
     def read(stored: Stored) -> np.ndarray:

@@ -154,9 +154,14 @@ def quantization_of_checkpoint(
     floats = (
         name.removesuffix(".weight")
         for name, tensor in open_checkpoint(folder).items()
-        if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in FLOATS
+        if name.endswith(".weight") and len(tensor.shape) == 2 and has_floats(tensor)
     )
     return with_floats(found, floats)
+
+
+def has_floats(tensor: StoredTensor) -> bool:
+    """False too for a dtype that is not supported."""
+    return tensor.is_supported and tensor.dtype in FLOATS
 
 
 def quantization_config_of(hf_config: Any) -> Any:

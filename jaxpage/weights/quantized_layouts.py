@@ -106,14 +106,25 @@ class Gptq(QuantizedTensor):
     def unpack(self) -> Unpacked:
         q = _columns(np.ascontiguousarray(self.qweight.read().T), self.bits)
         scale = self.scales.read().astype(np.float32)
-        zero = np.full(scale.shape, 2 ** (self.bits - 1), np.int16)
-        if self.has_zeros:
-            zero = _columns(self.qzeros.read(), self.bits).astype(np.int16)
-            if self.zeros_less_one:
-                zero = (zero + 1) % 2**self.bits
+        zero = _columns(self.qzeros.read(), self.bits).astype(np.int16)
+        if not self.has_zeros:
+            self._check_symmetric(zero)
+            zero = np.full(scale.shape, 2 ** (self.bits - 1), np.int16)
+        elif self.zeros_less_one:
+            zero = (zero + 1) % 2**self.bits
         q, zero = _signed(q, zero, self.bits)
         size = q.shape[1] // len(scale)
         return Unpacked(q, scale, zero, _groups(self.g_idx, len(scale), size), size)
+
+    def _check_symmetric(self, stored: np.ndarray) -> None:
+        """`stored`: int16[J, F]. Tools write the middle, one less, or nothing."""
+        middle, least, most = 2 ** (self.bits - 1), stored.min(), stored.max()
+        if least != most or least not in (0, middle - 1, middle):
+            raise ValueError(
+                f"{self.qzeros.name} has zeros from {least} to {most}, and those of symmetric weights would be "
+                f"{middle - 1} or {middle} everywhere: config.json says sym: true, where sym: false seems right; "
+                'correct it, or pass hf_overrides with a whole "quantization_config"'
+            )
 
 
 @dataclass(frozen=True)

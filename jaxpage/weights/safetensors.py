@@ -45,9 +45,23 @@ class StoredTensor:
 
     name: str
     file: Path
-    dtype: np.dtype
+    dtype_name: str  # as in the header
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
+
+    @property
+    def is_supported(self) -> bool:
+        return self.dtype_name in _DTYPES
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Raises ValueError if it is not supported: a tensor that nobody reads may have any."""
+        if not self.is_supported:
+            raise ValueError(
+                f"{self.name} in {self.file} has dtype {self.dtype_name}, which is not supported; use a checkpoint "
+                f"with others: {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[self.dtype_name]
 
     @property
     def num_bytes(self) -> int:
@@ -121,24 +135,26 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         tensors = {name: _entry(name, entry, file, start) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} has a damaged safetensors header: {error}") from None
-    for tensor in tensors.values():
-        end = tensor.offset + tensor.num_bytes
+    for name, entry in header.items():
+        end = start + entry["data_offsets"][1]
         if end > size:
             raise ValueError(
-                f"{file} is truncated: {tensor.name} ends at byte {end}, the file has {size}; "
-                "download it again"
+                f"{file} is truncated: {name} ends at byte {end}, the file has {size}; download it again"
             )
     return tensors
 
 
 def _entry(name: str, entry: dict, file: Path, start: int) -> StoredTensor:
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"{name} has dtype {entry['dtype']}; known are {', '.join(_DTYPES)}")
     begin, end = entry["data_offsets"]
     if not all(type(number) is int for number in (begin, end, *entry["shape"])):
         raise ValueError(f"shape and offsets of {name} are not integers")
-    tensor = StoredTensor(name, file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin)
-    if begin < 0 or end - begin != tensor.num_bytes or min(tensor.shape, default=0) < 0:
+    if not isinstance(entry["dtype"], str):
+        raise ValueError(f"the dtype of {name} is no string")
+    tensor = StoredTensor(name, file, entry["dtype"], tuple(entry["shape"]), start + begin)
+    if begin < 0 or end < begin or min(tensor.shape, default=0) < 0:
+        raise ValueError(f"{name} has shape {tensor.shape} and offsets {begin} to {end}")
+    # How many bits the values of other dtypes have is not known.
+    if tensor.is_supported and end - begin != tensor.num_bytes:
         raise ValueError(
             f"{name} of shape {tensor.shape} and dtype {entry['dtype']} needs "
             f"{tensor.num_bytes} bytes, its offsets are {begin} to {end}"

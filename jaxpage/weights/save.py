@@ -114,15 +114,36 @@ def _copy_files(source: Path, target: Path) -> None:
     for pattern in _OTHER_FILES:
         for file in source.glob(pattern):
             if file.name not in (INDEX, "commit_success.txt"):  # the latter is Orbax's
-                copy = target / file.relative_to(source)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)
+                _copy(file, source, target)
+    for module in _modules(source):
+        for name in ("config.json", SINGLE):
+            if (module / name).is_file():
+                _copy(module / name, source, target)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     parts = [config, config.get("text_config") or {}]
     found = [part.pop("quantization_config", None) for part in parts]
     if any(found):  # the values are dequantized
         text = json.dumps(config, indent=2) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
+
+
+def _copy(file: Path, source: Path, target: Path) -> None:
+    copy = target / file.relative_to(source)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file, copy)
+
+
+def _modules(folder: Path) -> list[Path]:
+    """The subfolders that the modules.json of sentence-transformers names, such as 1_Pooling; none without one."""
+    try:
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        paths = [folder / str(module["path"]) for module in modules if module.get("path")]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder}/modules.json cannot be read: {error!r}") from None
+    # What is elsewhere is not part of the checkpoint.
+    return [path for path in paths if ".." not in path.parts and folder in path.parents]
 
 
 def _write_safetensors(folder: Path, arrays: Arrays, config: ModelConfig) -> None:

@@ -15,14 +15,14 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save, save_file
 
 from jaxpage import BeamSearchParams, SamplingParams
 from jaxpage.build import _SIZES, _recording_header
 from jaxpage.cli import main
 from jaxpage.config import EngineConfig
-from jaxpage.replay import replay
-from jaxpage.runner.recording import CallRecorder
+from jaxpage.replay import _frames_of_recording, replay
+from jaxpage.runner.recording import CallRecorder, frame
 from tests import checkpoints
 from tests.checkpoints import make_llm
 from tests.few_programs import few_programs
@@ -188,6 +188,31 @@ def test_what_differs_is_told(path, tmp_path, capsys):
     assert main(["replay", str(file)]) == 1
     said = capsys.readouterr().out
     assert "the recording is incomplete" in said and "the compared results are the same" in said
-    file.write_bytes(b"nothing of the kind" * 9)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"nothing of the kind" * 9,
+        frame("calls", [], programs=[]),
+        frame("header", []),
+        save({"weight": np.zeros(3, np.float32)}),
+    ],
+    ids=["empty", "text", "calls first", "no options", "weights"],
+)
+def test_another_file_is_refused_with_its_name(content, tmp_path, capsys):
+    file = tmp_path / "calls"
+    file.write_bytes(content)
     assert main(["replay", str(file)]) == 2
-    assert "not a recording" in capsys.readouterr().err
+    assert f"{file} is not a recording; LLM(..., record_calls=FILE)" in capsys.readouterr().err
+
+
+def test_damage_in_the_middle_is_told(tmp_path):
+    file = tmp_path / "calls"
+    file.write_bytes(frame("header", [], options={}) + bytes([9, *[0] * 7]) + b"no header")
+    with file.open("rb") as stream:
+        found = _frames_of_recording(stream)
+        assert next(found)[0] == "header"
+        with pytest.raises(ValueError, match="calls is damaged after 1 frames: not a frame"):
+            next(found)

@@ -99,5 +99,5 @@ def test_a_torn_last_frame_is_left_out_and_other_bytes_are_refused(tmp_path):
     for length, kinds in ((len(whole) - 1, [HEADER, CALLS]), (len(whole) // 2, [HEADER])):
         assert [kind for kind, _, _ in frames(io.BytesIO(whole[:length]))] == kinds
     for foreign in (b"x" * 100, (9).to_bytes(8, "little") + b"y" * 9):
-        with pytest.raises(ValueError, match="not a recording"):
+        with pytest.raises(ValueError, match="not a frame of a recording"):
             list(frames(io.BytesIO(foreign)))

@@ -28,8 +28,9 @@ class StubLLM:
 
     errored = False
 
-    def __init__(self, *, max_model_len: int = 100):
+    def __init__(self, *, max_model_len: int = 100, num_drafts: int = 0):
         self.config = SimpleNamespace(
+            num_drafts=num_drafts,
             max_model_len=max_model_len,
             block_size=16,
             kv_cache_dtype="bfloat16",
@@ -42,7 +43,7 @@ class StubLLM:
         self.records: list[ProgramRecord] = []
         self._stats = NO_STATS
 
-    def tell(self, **numbers: float) -> None:
+    def tell(self, **numbers: Any) -> None:
         """What `stats` says from now on."""
         self._stats = replace(self._stats, **numbers)
 

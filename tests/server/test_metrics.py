@@ -84,6 +84,13 @@ def test_names_types_and_labels_are_vllms():
             assert sample.labels["model_name"] == "demo" and sample.labels["engine"] == "0"
 
 
+def test_accepted_tokens_are_counted_by_position():
+    llm, metrics = make_metrics(num_drafts=3)
+    llm.tell(num_accepted_per_position=(5, 2))
+    found, name = scrape(metrics), "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [found[name, f"position={i}"] for i in range(3)] == [5, 2, 0]
+
+
 def test_buckets_are_vllms():
     _, metrics = make_metrics(max_model_len=300)
     found = scrape(metrics)

@@ -141,6 +141,19 @@ def test_ids_in_ids_out(url, llm):
     text = ask(url, "/inference/v1/generate", body | {"stream": True})[2].decode()
     events = [json.loads(e[6:]) for e in text.split("\n\n") if e and e != "data: [DONE]"]
     assert [i for e in events for i in e["choices"][0]["token_ids"]] == choice["token_ids"]
+    assert "usage" not in text
+    wanted = {"include_usage": True, "continuous_usage_stats": True}
+    body |= {"sampling_params": {"max_tokens": 5, "temperature": 1, "n": 2, "ignore_eos": True}}
+    streamed = ask(url, "/inference/v1/generate", body | {"stream": True, "stream_options": wanted})
+    events = [
+        json.loads(e[6:]) for e in streamed[2].decode().split("\n\n") if e.startswith("data: {")
+    ]
+    counts = [0, 0]
+    for event in events[:-1]:
+        (choice,) = event["choices"]
+        counts[choice["index"]] += len(choice["token_ids"])
+        assert event["usage"]["completion_tokens"] == counts[choice["index"]]
+    assert events[-1]["usage"]["completion_tokens"] == sum(counts) == 10
     status, _, text = ask(url, "/inference/v1/generate", body | {"sampling_params": {"x": 1}})
     assert status == 400 and "x" in error_of(text)["message"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from jaxpage.config import EngineConfig
 from jaxpage.demo import checkpoint
 from jaxpage.engine_spec import make_engine_spec
 from jaxpage.models.registry import build
+from jaxpage.pooling.sentence_transformers import read_sentence_transformer
 from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights import orbax
 from jaxpage.weights import save as save_module
@@ -304,3 +306,29 @@ def test_floats_beside_the_config_of_a_quantised_checkpoint(demo, tmp_path):
     model = build(hf_config, dtype="float32")
     assert quantization_of_checkpoint(model.config, hf_config, tmp_path / "orbax") is None
     assert quantization_of_checkpoint(model.config, hf_config, "nowhere") is not None
+
+
+def test_modules_of_sentence_transformers_come_along(demo, tmp_path):
+    """So that the copy pools as the original does."""
+    source = Path(shutil.copytree(demo, tmp_path / "source"))
+    kinds = {
+        "": "Transformer",
+        "1_Pooling": "Pooling",
+        "2_Dense": "Dense",
+        "3_Normalize": "Normalize",
+    }
+    modules = [{"path": path, "type": f"models.{kind}"} for path, kind in kinds.items()]
+    (source / "modules.json").write_text(json.dumps(modules))
+    dense = {"in_features": 8, "out_features": 4, "activation_function": "torch.nn.Identity"}
+    for path, config in (("1_Pooling", {"pooling_mode": "lasttoken"}), ("2_Dense", dense)):
+        (source / path).mkdir()
+        (source / path / "config.json").write_text(json.dumps(config))
+    weight = {"linear.weight": np.ones((4, 8), np.float32)}
+    safetensors.numpy.save_file(weight, source / "2_Dense" / "model.safetensors")
+    (source / "onnx").mkdir()
+    (source / "onnx" / "config.json").write_text("{}")
+    target = convert(source, tmp_path / "orbax")
+    read, expected = read_sentence_transformer(target), read_sentence_transformer(source)
+    assert replace(read, dense=()) == replace(expected, dense=()) and read.pooling == "LAST"
+    assert [each.size_out for each in read.dense] == [4]
+    assert not (target / "onnx").exists()

@@ -243,6 +243,21 @@ def test_what_is_not_supported_is_refused_from_the_config_alone(config, source):
         quantization_of_checkpoint(model.config, hf_config, "nowhere")
 
 
+@pytest.mark.parametrize("format", ["gptq-4-asym", "gptq-4-g32"])
+def test_zeros_of_gptq_that_are_not_symmetric_are_refused_if_config_json_says_they_are(
+    format, source, tmp_path
+):
+    write(source, tmp_path, FORMATS[format])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["sym"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if format == "gptq-4-g32":
+        assert load(abstract(tmp_path), tmp_path, use_tqdm=False)
+        return
+    with pytest.raises(ValueError, match=r"qzeros has zeros from .*sym: false seems right"):
+        load(abstract(tmp_path), tmp_path, use_tqdm=False)
+
+
 DAMAGED = {
     "qzeros is missing": ("awq-g32", "qzeros", None, "lacks .*down_proj.qzeros"),
     "scale of fp8 is missing": ("fp8-block", "weight_scale_inv", None, "lacks its scale"),
