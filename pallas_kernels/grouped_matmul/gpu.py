@@ -38,6 +38,7 @@ from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.lists import expand
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight, not_for_rounded_rows
 from pallas_kernels.wgmma import Ref, piece, tiled
 
 COLUMNS = 128  # outputs of a program, or twice as many
@@ -69,12 +70,18 @@ class TileSizes:
 DEFAULT = TileSizes()
 
 
-def unsupported_reason(x: jax.Array, weights: jax.Array) -> str | None:
+def unsupported_reason(x: jax.Array, weights: jax.Array | QuantizedWeight) -> str | None:
     """Why the kernel does not support these arguments, in one line; None if it does. Needs only shapes and dtypes."""
     if reason := unsupported_jax():
         return reason
-    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.int8) or weights.dtype != x.dtype:
-        return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16, float16 or int8, and the same"
+    if isinstance(weights, QuantizedWeight):
+        if x.dtype != jnp.int8:
+            return "x is not rounded to int8; only such products have quantized weights"
+        if reason := not_for_rounded_rows(weights):
+            return reason
+        weights = weights.data
+    elif x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
+        return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16 or float16, and the same"
     _, num_outputs, num_inputs = weights.shape
     if num_inputs % _depth(x) or num_outputs % COLUMNS:
         return (
@@ -86,11 +93,10 @@ def unsupported_reason(x: jax.Array, weights: jax.Array) -> str | None:
 
 def grouped_matmul(
     x: Real[Array, "T E"],
-    weights: Real[Array, "G F E"],
+    weights: Real[Array, "G F E"] | QuantizedWeight,
     group_sizes: Int[Array, " G"],
     *,
     row_scale: Float[Array, "T 1"] | None = None,
-    scale: Float[Array, "G F"] | None = None,
     sizes: TileSizes = DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "T F"]:
@@ -109,14 +115,15 @@ def grouped_matmul(
     padding = max(tile - num_rows, -num_rows % ALIGNED)
     x = jnp.pad(x, ((0, padding), (0, 0)))
     tiles = _tiles(group_sizes, num_rows, tile)
-    arrays = _Arrays(x, weights, tiles)
+    is_quantized = isinstance(weights, QuantizedWeight)
+    arrays = _Arrays(x, weights.data if is_quantized else weights, tiles)
     out = _call(arrays, (tile, num_columns), num_stages, interpret)
     row, ends = jnp.arange(num_rows, dtype=jnp.int32), jnp.cumsum(group_sizes, dtype=jnp.int32)
     out = out[:num_rows].astype(jnp.float32)
-    if row_scale is not None and scale is not None:
+    if is_quantized:
         # In the pass over the sums that is made in any case. The scales of a model's experts stay in L2.
         group = jnp.searchsorted(ends, row, side="right", method="compare_all")
-        out = out * row_scale * scale.at[group].get(mode="clip")
+        out = out * row_scale * weights.scale.at[group].get(mode="clip")
     return jnp.where(row[:, None] < ends[-1], out, 0.0)  # rows without a group are not written
 
 

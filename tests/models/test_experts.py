@@ -144,32 +144,29 @@ def test_the_gradient_is_that_of_the_definition(bias):
         np.testing.assert_allclose(ours, theirs, atol=2e-3, rtol=1e-4)
 
 
-def in_int8(weights: ExpertWeights) -> ExpertWeights:
-    gate_up, down = (
-        jax.vmap(lambda w: quantize(w, "int8"))(w) for w in (weights.gate_up, weights.down)
-    )
-    return replace(
-        weights,
-        gate_up=gate_up.data,
-        down=down.data,
-        gate_up_scale=gate_up.scale,
-        down_scale=down.scale,
-    )
+def quantized(weights: ExpertWeights, *options) -> ExpertWeights:
+    """options: of `quantize`."""
+
+    def each(weight):
+        return jax.jit(jax.vmap(lambda w: quantize(w, *options)))(weight)
+
+    return replace(weights, gate_up=each(weights.gate_up), down=each(weights.down))
 
 
 @pytest.mark.slow
 def test_int8_experts_are_what_products_with_int8_weights_say():
     """One expert after the other, by the definition of such a product; and near to what was rounded."""
     given = arguments(bias=True)
-    weights = in_int8(given["weights"])
+    weights = quantized(given["weights"], "int8")
     out = np.asarray(compute()(**given | {"weights": weights}))
     expected = np.zeros_like(out)
     for expert in range(NUM_EXPERTS):
-        gate_up = QuantizedWeight(data=weights.gate_up[expert], scale=weights.gate_up_scale[expert])
-        down = QuantizedWeight(data=weights.down[expert], scale=weights.down_scale[expert])
-        hidden = quant_matmul(given["x"], gate_up, round_x=True)
+        hidden = quant_matmul(given["x"], weights.gate_up[expert], round_x=True)
         hidden = swiglu(hidden + weights.gate_up_bias[expert][None])
-        result = quant_matmul(hidden, down, round_x=True) + weights.down_bias[expert][None]
+        result = (
+            quant_matmul(hidden, weights.down[expert], round_x=True)
+            + weights.down_bias[expert][None]
+        )
         share = jnp.where(given["chosen"] == expert, given["shares"], 0.0).sum(axis=-1)
         expected += np.asarray(share[:, None] * result)
     exact = np.asarray(compute()(**given))
@@ -184,7 +181,7 @@ def test_int8_experts_are_what_products_with_int8_weights_say():
 def test_int8_experts_on_a_tpu_are_those_on_a_cpu():
     """The kernel interpreted, on one device and with experts shared by two."""
     given = arguments(bias=False)
-    given["weights"] = in_int8(given["weights"])
+    given["weights"] = quantized(given["weights"], "int8")
     expected = np.asarray(compute()(**given))
     mesh = Mesh(np.array(jax.devices()[:2]), (TENSOR,))
     for kernel in (
@@ -223,7 +220,7 @@ def test_devices_share_the_experts_and_exchange_one_sum():
 @pytest.mark.slow
 def test_devices_share_experts_in_int8():
     given = arguments(bias=True)
-    given["weights"] = in_int8(given["weights"])
+    given["weights"] = quantized(given["weights"], "int8")
     mesh = Mesh(np.array(jax.devices()[:4]), (TENSOR,))
     divided = compute(ExpertsKernel(None, mesh=mesh, divided=True))
     np.testing.assert_allclose(divided(**given), compute()(**given), atol=1e-5)
@@ -241,7 +238,12 @@ def test_an_implementation_is_chosen_by_platform_dtype_and_sizes():
     assert chosen(Device(platform="cpu")).chosen == XLA
     tpu = Device(platform="tpu", kind="TPU v6 lite")
     assert chosen(tpu).chosen.platform == "tpu"
-    rounded = [jax.ShapeDtypeStruct((8, 256, 256), jnp.int8)] * 2
+    rounded = [
+        QuantizedWeight(
+            data=jax.ShapeDtypeStruct((8, 256, 256), jnp.int8),
+            scale=jax.ShapeDtypeStruct((8, 256), jnp.float32),
+        )
+    ] * 2
     assert choose(*rounded, tpu).chosen.platform == "tpu"
     refused = chosen(tpu, "float16")
     assert refused.chosen == XLA and "x is float16" in str(refused.reason)
