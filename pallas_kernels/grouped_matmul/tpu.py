@@ -5,8 +5,9 @@ the expert of some of them, and stores those. Visits are in the order of rows, a
 it is read once for all tiles of its expert, and a tile of rows once for all experts in it. With few rows in a tile, few
 are multiplied in vain.
 
-Quantized weights are read as they are stored, and multiplied as in `quant_matmul/tpu_tile.py`. Whether a tile has few
-rows or many depends on what shares the batch, so it is always the sums of groups that are scaled.
+Quantized weights are read as they are stored, and multiplied by `quant_matmul/tpu_tile.py`. Whether a tile has few rows
+or many depends on what shares the batch, so what is scaled depends on the groups alone: the sums of groups of LANES
+inputs, and the weights of smaller ones, whose sums would be too many.
 
 JAX's megablox, the origin of this, divides inputs over the grid as well: each visit reads its weights again.
 
@@ -231,7 +232,8 @@ def _body(visits: _Visits, refs: Operands, out_ref, scratch: Scratch, *, group_s
         if refs.scale is None:
             out = _product(refs, scratch.sums)
         else:
-            out = product(refs, scratch, group_size=group_size, scales=False)
+            scales = group_size is not None and group_size < LANES
+            out = product(refs, scratch, group_size=group_size, scales=scales)
         row = lax.broadcasted_iota(jnp.int32, out_ref.shape, 0)
         own = (row >= first) & (row < end)
         out_ref[...] = jnp.where(own, out, out_ref[...])

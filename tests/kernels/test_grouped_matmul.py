@@ -30,10 +30,12 @@ class XLAAndTPU(GroupedMatmulTests):
         self.check_rows_alone(dtype, rows, before=(0, 1, 31, 40))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("number", ["int4", "int8", "fp8_e4m3"])
-    def test_and_so_with_groups(self, number):
+    @pytest.mark.parametrize(
+        ("number", "size"), [("int4", 128), ("int4", 32), ("int8", 128), ("fp8_e4m3", 128)]
+    )
+    def test_and_so_with_groups(self, number, size):
         self.check_rows_alone(
-            "bfloat16", ((6, 1), (127, 3)), before=(0, 31), format=number, group_size=128
+            "bfloat16", ((6, 1), (127, 3)), before=(0, 31), format=number, group_size=size
         )
 
     def test_integers_are_summed_exactly_and_then_scaled(self):
@@ -72,6 +74,9 @@ class TestTPU(XLAAndTPU):
 
     program = staticmethod(jax.jit(partial(tpu.grouped_matmul, interpret=INTERPRETED)))
 
+    def rounds_weights(self, case):
+        return (case.group_size or 128) < 128
+
     def multiply(self, **arguments):
         out = np.asarray(self.program(**arguments))
         assert interpret_pallas_call.races is not None
@@ -80,7 +85,9 @@ class TestTPU(XLAAndTPU):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["odd", "wide", "edges-of-tiles"])
+@pytest.mark.parametrize(
+    "name", ["odd", "wide", "edges-of-tiles", "int4", "int4-groups-of-32", "fp8-groups"]
+)
 def test_sizes_of_the_tpu_kernel_change_no_bit(name):
     arguments = cases.arguments(case_of(name))
     expected = TestTPU().multiply(**arguments)
