@@ -117,6 +117,8 @@ def _look(arguments: tuple, compiled: Any, log: str) -> dict[str, Any]:
         "out_bytes": 4 * x.shape[0] * weights.shape[1],
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "kernels": len(kernel_calls(contents)),
-        "copies": list(copies_of_size(contents, [array.shape for array in arrays if array.ndim == 3])),
+        "copies": list(
+            copies_of_size(contents, [array.shape for array in arrays if array.ndim == 3])
+        ),
         "ptxas": ptxas.report(log),
     }

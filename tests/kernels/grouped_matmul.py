@@ -41,14 +41,8 @@ class GroupedMatmulTests:
         experts of NaN. rows: (row, its group); before: numbers of rows of its own group; lengths: of x; exact: of
         numbers whose sums need no rounding; options: of the case.
         """
-        case = Case(
-            name="",
-            group_sizes=(5, 70, 0, 53),
-            num_rows=130,
-            num_inputs=384,
-            dtype=dtype,
-            **options,
-        )
+        sizes = dict(group_sizes=(5, 70, 0, 53), num_rows=130, num_inputs=512)
+        case = Case(name="", dtype=dtype, **sizes, **options)
         arguments = cases.arguments(case)
         if exact:
             arguments["x"] = jnp.round(arguments["x"] * 4) / 4
