@@ -118,7 +118,7 @@ def _look(arguments: tuple, compiled: Any, log: str) -> dict[str, Any]:
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "kernels": len(kernel_calls(contents)),
         "copies": list(
-            copies_of_size(contents, [array.shape for array in arrays if array.ndim == 3])
-        ),
+            copies_of_size(contents, [arrays[0].shape])
+        ),  # of quantized weights the data
         "ptxas": ptxas.report(log),
     }
