@@ -22,7 +22,7 @@ from jaxpage.parallel.sharding import TENSOR
 from jaxpage.weights.dummy import initialise
 from pallas_kernels.grouped_matmul import gradient, tpu
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight, quantize
-from pallas_kernels.quant_matmul.reference import quant_matmul
+from pallas_kernels.quant_matmul.reference import dequantize, quant_matmul
 from tests import checkpoints, mixtures
 from tests.models import test_families as families
 
@@ -175,6 +175,57 @@ def test_int8_experts_are_what_products_with_int8_weights_say():
     assert np.quantile(np.abs(out - expected), 0.9) < 1e-5 * scale
     np.testing.assert_allclose(out, expected, atol=2e-2 * scale)
     assert 1e-4 * scale < np.sqrt(np.mean((out - exact) ** 2)) < 2e-2 * scale
+
+
+PACKED = [("int4", 32), ("int8", 32), ("fp8_e4m3", 64), ("fp8_e4m3", None)]
+
+
+@pytest.mark.parametrize(("format", "group_size"), PACKED)
+def test_packed_experts_are_what_their_dequantised_weights_are(format, group_size):
+    """With padding, and an expert without tokens; alone and shared by four devices."""
+    given = wide_arguments(jnp.float32)
+    packed = quantized(given["weights"], format, group_size)
+    floats = replace(packed, gate_up=in_floats(packed.gate_up), down=in_floats(packed.down))
+    expected = np.asarray(compute()(**given | {"weights": floats}))
+    out = np.asarray(compute()(**given | {"weights": packed}))
+    np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
+    padding = np.asarray(given["chosen"][:, 0]) == NUM_EXPERTS
+    assert not out[padding].any() and out[~padding].all()
+    mesh = Mesh(np.array(jax.devices()[:4]), (TENSOR,))
+    divided = compute(ExpertsKernel(None, mesh=mesh, divided=True))(**given | {"weights": packed})
+    np.testing.assert_allclose(divided, out, atol=1e-5 * np.abs(out).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("format", "group_size"), [("int4", 128), ("fp8_e4m3", 128)])
+def test_packed_experts_on_a_tpu_are_those_on_a_cpu(format, group_size):
+    """The kernel interpreted, on one device and with experts shared by two. XLA rounds scaled int4 to bfloat16."""
+    given = wide_arguments(jnp.bfloat16)
+    given["weights"] = quantized(given["weights"], format, group_size)
+    expected = np.asarray(compute()(**given))
+    mesh = Mesh(np.array(jax.devices()[:2]), (TENSOR,))
+    for options in ({}, {"mesh": mesh, "divided": True}):
+        with pltpu.force_tpu_interpret_mode():
+            out = compute(ExpertsKernel("tpu", tpu.DEFAULT, **options))(**given)
+        np.testing.assert_allclose(out, expected, atol=1e-2 * np.abs(expected).max())
+
+
+def wide_arguments(dtype) -> dict:
+    """`arguments` with 256 inputs and outputs, which are divided into groups."""
+    given, rng = arguments(bias=False), np.random.default_rng(1)
+
+    def random(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    weights = ExpertWeights(
+        gate_up=random(NUM_EXPERTS, 512, 256), down=random(NUM_EXPERTS, 256, 256)
+    )
+    return given | {"x": random(NUM_TOKENS, 256), "weights": weights}
+
+
+@jax.jit
+def in_floats(weights: QuantizedWeight) -> jax.Array:
+    return jax.vmap(dequantize)(weights)
 
 
 @pytest.mark.slow
