@@ -131,7 +131,12 @@ def _add_groups(refs: Operands, sums, group_size: int) -> None:
         part = dot_transposed(refs.x[:, group], _widen(refs.data[:, group]))
         sums[...] += part * refs.scale[pl.ds(index, 1), :]
 
-    _repeat(refs.scale.shape[0], max(1, INPUTS_AT_ONCE // group_size), add)
+    _repeat(refs.scale.shape[0], max(1, _inputs_at_once(refs) // group_size), add)
+
+
+def _inputs_at_once(refs: Operands) -> int:
+    """Where sums are scaled: more rows make a larger program."""
+    return INPUTS_AT_ONCE // (2 if refs.x.shape[0] > LANES else 1)
 
 
 def _repeat(count: int, at_once: int, act: Callable[[Any], None]) -> None:
@@ -168,7 +173,7 @@ def _add_int4(refs: Operands, scratch: Scratch, group_size: int) -> None:
             total += part * refs.scale[row, :]
         scratch.sums[...] = total
 
-    _repeat(num_slices, INPUTS_AT_ONCE // (2 * LANES), add)
+    _repeat(num_slices, _inputs_at_once(refs) // (2 * LANES), add)
 
 
 def _add_scaled(refs: Operands, scratch: Scratch, group_size: int) -> None:

@@ -53,6 +53,12 @@ class TestInterpreted(Hopper):
         rows = (6, 1), (127, 3)
         self.check_rows_alone("bfloat16", rows, before=(0, 31), lengths=(130, 300), exact=True)
 
+    @pytest.mark.parametrize("number", ["int4", "fp8_e4m3"])
+    def test_and_so_with_groups(self, number):
+        options = dict(format=number, group_size=128, symmetric=number == "int4", num_outputs=128)
+        options |= dict(lengths=(130, 300), exact=True)
+        self.check_rows_alone("bfloat16", ((6, 1), (127, 3)), before=(0, 31), **options)
+
 
 @pytest.mark.gpu
 class TestOnARealGPU(Hopper):
