@@ -235,9 +235,14 @@ class EngineSpec:
             of_device = num_experts // self.num_devices if divided else num_experts
             return jax.ShapeDtypeStruct((of_device, *array.shape[1:]), array.dtype)
 
-        shares = jax.tree.map(share, (gate_up, down))
-        options = {"mesh": mesh, "divided": divided, "dtype": self.model.config.dtype}
-        return ops_experts.choose(*shares, self.hardware, **options)
+        return ops_experts.choose(
+            jax.tree.map(share, gate_up),
+            jax.tree.map(share, down),
+            self.hardware,
+            mesh=mesh,
+            divided=divided,
+            dtype=self.model.config.dtype,
+        )
 
     def choose_lora(
         self, a: lora.Half, b: Sequence[lora.Half], num_slots: int

@@ -93,7 +93,7 @@ def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
     if case.format is None:
         return given | {"weights": jnp.asarray(weights, case.dtype)}
     weights *= np.exp(rng.standard_normal((num_groups, case.num_outputs, 1)))
-    quantized = jax.jit(jax.vmap(lambda weight: quantize(weight, case.format, case.group_size)))(
-        jnp.asarray(weights, jnp.float32)
-    )
+    options = {"format": case.format, "group_size": case.group_size}
+    of_each = jax.jit(jax.vmap(partial(quantize, **options)))
+    quantized = of_each(jnp.asarray(weights, jnp.float32))
     return given | {"weights": replace(quantized, zero=None) if case.symmetric else quantized}

@@ -109,8 +109,7 @@ def grouped_matmul(
     """
     if reason := unsupported_reason(x, weights):
         raise NotImplementedError(reason)
-    is_quantized = isinstance(weights, QuantizedWeight)
-    if is_quantized and row_scale is None:
+    if isinstance(weights, QuantizedWeight) and row_scale is None:
         return gpu_quantized.grouped_matmul(x, weights, group_sizes, interpret)
     num_rows, (num_groups, num_outputs, _) = x.shape[0], weights.shape
     tile, num_columns, num_stages = 128, COLUMNS, sizes.many_stages
@@ -120,11 +119,11 @@ def grouped_matmul(
     padding = max(tile - num_rows, -num_rows % ALIGNED)
     x = jnp.pad(x, ((0, padding), (0, 0)))
     tiles = tiles_of(group_sizes, num_rows, tile)
-    arrays = _Arrays(x, weights.data if is_quantized else weights, tiles)
+    arrays = _Arrays(x, weights.data if isinstance(weights, QuantizedWeight) else weights, tiles)
     out = _call(arrays, (tile, num_columns), num_stages, interpret)
     row, ends = jnp.arange(num_rows, dtype=jnp.int32), jnp.cumsum(group_sizes, dtype=jnp.int32)
     out = out[:num_rows].astype(jnp.float32)
-    if is_quantized:
+    if isinstance(weights, QuantizedWeight) and row_scale is not None:
         # In the pass over the sums that is made in any case. The scales of a model's experts stay in L2.
         group = jnp.searchsorted(ends, row, side="right", method="compare_all")
         out = out * row_scale * weights.scale.at[group].get(mode="clip")
