@@ -225,20 +225,22 @@ class EngineSpec:
         return matmul.choose(weight, self.hardware, mesh=mesh, spec=spec, dtype=dtype)
 
     def choose_experts(
-        self, gate_up: ParamSpec, down: ParamSpec
+        self, gate_up: ops_experts.Weights, down: ops_experts.Weights
     ) -> Choice[ops_experts.ExpertsKernel]:
         """The kernel for a mixture of experts with these weights."""
-        mesh = self.mesh if self.num_devices > 1 else None
-        shares = [
-            jax.ShapeDtypeStruct(each.sharding(self.mesh).shard_shape(each.shape), each.dtype)
-            for each in (gate_up, down)
-        ]
+        mesh, num_experts = self.mesh if self.num_devices > 1 else None, gate_up.shape[0]
+        divided = mesh is not None and num_experts % mesh.size == 0
+
+        def share(array: Any) -> jax.ShapeDtypeStruct:
+            of_device = num_experts // self.num_devices if divided else num_experts
+            return jax.ShapeDtypeStruct((of_device, *array.shape[1:]), array.dtype)
+
         return ops_experts.choose(
-            shares[0],
-            shares[1],
+            jax.tree.map(share, gate_up),
+            jax.tree.map(share, down),
             self.hardware,
             mesh=mesh,
-            divided=mesh is not None and gate_up.shape[0] % mesh.size == 0,
+            divided=divided,
             dtype=self.model.config.dtype,
         )
 

@@ -6,16 +6,13 @@ Knows the properties of a finished engine. Must not know how it was built, and c
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
-
-import jax.numpy as jnp
 
 from jaxpage.config import ResolvedConfig
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.hub import display_name
 from jaxpage.runner.programs import Programs
-from jaxpage.weights.spec import ParamSpec, specs
+from jaxpage.weights.spec import specs
 
 logger = logging.getLogger("jaxpage")
 
@@ -65,20 +62,13 @@ def log_ready(programs: Sequence[Programs], *, ahead_of_time: bool, seconds: flo
 
 
 def model_line(spec: EngineSpec) -> str:
-    count = sum(map(_num_weights, specs(spec.model).values()))
+    count = sum(each.num_weights for each in specs(spec.model).values())
     size = sum(spec.weight_bytes.values())
     return (
         f"model     {display_name(spec.config.model)} ({spec.model.config.architecture}), "
         f"{_short(count)} parameters in {spec.config.dtype}, {_short(size)}B"
         + (" on each device" if spec.num_devices > 1 else "")
     )
-
-
-def _num_weights(parameter: ParamSpec) -> int:
-    """Scales and zeros of quantised weights are none; a byte of int4 holds two."""
-    if parameter.path.endswith(("scale", ".zero")):
-        return 0
-    return math.prod(parameter.shape) * (2 if parameter.dtype == jnp.uint8 else 1)
 
 
 def device_line(spec: EngineSpec) -> str:

@@ -5,8 +5,6 @@ Derived from the shapes of an engine alone. Models without experts add nothing.
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
 
 from jaxpage.aot.exchange import Collective
@@ -28,7 +26,7 @@ def numbers_of(spec: EngineSpec) -> dict[str, int] | None:
         "num_experts": experts.num_experts,
         "experts_per_token": experts.experts_per_token,
         "weight_bytes": sum(weights[path] for path in weights if _is_of_experts(described[path])),
-        "num_parameters": sum(math.prod(each.shape) for each in described.values()),
+        "num_parameters": sum(each.num_weights for each in described.values()),
         "num_active": num_active(spec.model),
     }
 
@@ -39,7 +37,7 @@ def num_active(model: CausalLM) -> int:
     for path, each in specs(model).items():
         if path.startswith(ENCODER):
             continue
-        count = math.prod(each.shape)
+        count = each.num_weights
         if experts is not None and _is_of_experts(each):
             count = count * experts.experts_per_token // experts.num_experts
         total += count
@@ -66,5 +64,5 @@ def temp_bytes_of_experts(spec: EngineSpec) -> int:
 
 
 def _is_of_experts(parameter: ParamSpec) -> bool:
-    """A weight or bias with an entry for each expert."""
+    """A parameter with an entry for each expert."""
     return parameter.axes[0] == "experts"

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxpage.models.config import ExpertsConfig, ModelConfig
 from jaxpage.models.layers import ACTIVATION_FUNCTIONS, Constant, Linear, Normal, param
 from jaxpage.ops.experts import XLA, ExpertsKernel, ExpertWeights, experts
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -56,23 +57,33 @@ class Experts(nnx.Module):
 
         self.gate_up_proj, self.gate_up_proj_bias = weight(2 * inner, embed), bias(2 * inner)
         self.down_proj, self.down_proj_bias = weight(embed, inner), bias(embed)
-        # For int8 weights, see `weights.transform`: float32[X, outputs].
+        # Of quantised weights, as `QuantizedWeight` has them; then the parameters above are their data.
         self.gate_up_proj_scale: nnx.Param | None = None
+        self.gate_up_proj_zero: nnx.Param | None = None
         self.down_proj_scale: nnx.Param | None = None
+        self.down_proj_zero: nnx.Param | None = None
 
     @property
     def weights(self) -> ExpertWeights:
-        def value(parameter: nnx.Param | None) -> jax.Array | None:
-            return None if parameter is None else parameter[...]
-
+        """Of arrays or shapes."""
         return ExpertWeights(
-            gate_up=self.gate_up_proj[...],
-            down=self.down_proj[...],
-            gate_up_bias=value(self.gate_up_proj_bias),
-            down_bias=value(self.down_proj_bias),
-            gate_up_scale=value(self.gate_up_proj_scale),
-            down_scale=value(self.down_proj_scale),
+            gate_up=_weight(self.gate_up_proj, self.gate_up_proj_scale, self.gate_up_proj_zero),
+            down=_weight(self.down_proj, self.down_proj_scale, self.down_proj_zero),
+            gate_up_bias=_value(self.gate_up_proj_bias),
+            down_bias=_value(self.down_proj_bias),
         )
+
+
+def _weight(
+    data: nnx.Param, scale: nnx.Param | None, zero: nnx.Param | None
+) -> jax.Array | QuantizedWeight:
+    if scale is None:
+        return data.get_value()
+    return QuantizedWeight(data=data.get_value(), scale=scale.get_value(), zero=_value(zero))
+
+
+def _value(parameter: nnx.Param | None) -> jax.Array | None:
+    return None if parameter is None else parameter.get_value()
 
 
 class MixtureOfExperts(nnx.Module):

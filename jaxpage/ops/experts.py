@@ -5,7 +5,8 @@ Each token makes one row for each of its experts. Rows are sorted by expert, mul
 order of its experts, so a token's result depends on that token alone, whatever shares the batch. Rows of padding have
 no expert; they come last and are not multiplied.
 
-For int8 weights each row is rounded to int8 too, before each matmul, as in `ops.matmul`: sums are exact.
+Weights may be quantized, as in `ops.matmul`: for int8 weights with a scale for each output, each row is rounded to int8
+too, before each matmul, so sums are exact.
 
 On several devices each has X/n experts and all tokens. It multiplies the rows of its own experts; the only
 communication is one sum over the devices, [T, E] in the dtype of x.
@@ -35,21 +36,26 @@ from jaxpage.ops.implementations import (
 from jaxpage.parallel.sharding import EXPERT
 from pallas_kernels.grouped_matmul import xla
 from pallas_kernels.grouped_matmul.gradient import gradient
-from pallas_kernels.quant_matmul.quantized import round_rows
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight, round_rows
 from pallas_kernels.tile_sizes import Sizes, kernel_of, tuned_sizes
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """The experts of a layer. gate_up: the outputs of gate, then those of up. Weights with a scale are int8."""
+    """The experts of a layer. gate_up: the outputs of gate, then those of up."""
 
-    gate_up: jax.Array  # [X, 2 F, E]
-    down: jax.Array  # [X, E, F]
+    gate_up: jax.Array | QuantizedWeight  # [X, 2 F, E]
+    down: jax.Array | QuantizedWeight  # [X, E, F]
     gate_up_bias: jax.Array | None = None  # [X, 2 F]
     down_bias: jax.Array | None = None  # [X, E]
-    gate_up_scale: jax.Array | None = None  # float32[X, 2 F]
-    down_scale: jax.Array | None = None  # float32[X, E]
+
+
+Weights = jax.Array | jax.ShapeDtypeStruct | QuantizedWeight
+
+
+def _rounds_rows(weights: Weights) -> bool:
+    return isinstance(weights, QuantizedWeight) and weights.rounds_x
 
 
 @dataclass(frozen=True)
@@ -72,15 +78,15 @@ XLA = ExpertsKernel(None)
 class _Need:
     """The weights of one device as shapes, and the dtype of tokens."""
 
-    gate_up: jax.ShapeDtypeStruct
-    down: jax.ShapeDtypeStruct
+    gate_up: Weights
+    down: Weights
     dtype: jnp.dtype
     device: Device
 
-    def products(self) -> Iterator[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-        """Rows and weights of the matmuls. Rows are rounded to int8 for int8 weights."""
+    def products(self) -> Iterator[tuple[jax.ShapeDtypeStruct, Weights]]:
+        """Rows and weights of the matmuls."""
         for weights in (self.gate_up, self.down):
-            dtype = jnp.int8 if weights.dtype == jnp.int8 else self.dtype
+            dtype = jnp.int8 if _rounds_rows(weights) else self.dtype
             yield jax.ShapeDtypeStruct((1, weights.shape[2]), dtype), weights
 
 
@@ -99,15 +105,15 @@ IMPLEMENTATIONS: tuple[Implementation[_Need, ExpertsKernel], ...] = (
 
 
 def choose(
-    gate_up: jax.ShapeDtypeStruct,
-    down: jax.ShapeDtypeStruct,
+    gate_up: Weights,
+    down: Weights,
     device: Device,
     *,
     mesh: Mesh | None = None,
     divided: bool = False,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> Choice[ExpertsKernel]:
-    """The implementation of matmuls of tokens of `dtype` with such weights.
+    """The implementation of matmuls of tokens of `dtype` with such weights, those of one device, as arrays or shapes.
 
     `mesh`: the devices that share the tokens; `divided`: each of them has the same number of experts.
     """
@@ -174,9 +180,9 @@ def _apply(
     )
     expert = expert[order]
     product = partial(_product, group_sizes=group_sizes, kernel=kernel)
-    hidden = product(x[order // num_chosen], weights.gate_up, weights.gate_up_scale)
+    hidden = product(x[order // num_chosen], weights.gate_up)
     hidden = activation(_with_bias(hidden, weights.gate_up_bias, expert)).astype(x.dtype)
-    out = _with_bias(product(hidden, weights.down, weights.down_scale), weights.down_bias, expert)
+    out = _with_bias(product(hidden, weights.down), weights.down_bias, expert)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
     out = out[back].reshape(num_tokens, num_chosen, -1)
     parts = [shares[:, i, None] * out[:, i] for i in range(num_chosen)]
@@ -195,22 +201,23 @@ def _with_bias(out: jax.Array, bias: jax.Array | None, expert: jax.Array) -> jax
 
 def _product(
     x: jax.Array,
-    weights: jax.Array,
-    scale: jax.Array | None,
+    weights: jax.Array | QuantizedWeight,
     *,
     group_sizes: jax.Array,
     kernel: ExpertsKernel,
 ) -> jax.Array:
-    """float32[T, F] for rows sorted by expert; int8 weights have a scale. Rows without an expert are 0."""
+    """float32[T, F] for rows sorted by expert. Rows without an expert are 0."""
     product = xla.grouped_matmul
     if kernel.platform is not None:
         product = partial(
             kernel_of("grouped_matmul", kernel.platform).grouped_matmul, sizes=kernel.sizes
         )
-    if scale is None:
+    if not isinstance(weights, QuantizedWeight):
         return _multiply(x, weights, group_sizes, product)
+    if not weights.rounds_x:
+        return product(x, weights, group_sizes)
     integers, row_scale = round_rows(x)
-    return product(integers, weights, group_sizes, row_scale=row_scale, scale=scale)
+    return product(integers, weights, group_sizes, row_scale=row_scale)
 
 
 def _multiply(

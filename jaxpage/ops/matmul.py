@@ -87,7 +87,7 @@ class _Need:
 
 def _accept_quantized(need: _Need) -> MatmulKernel:
     platform, weight = need.device.platform, need.share
-    rounds = _rounds_x(weight)
+    rounds = weight.rounds_x
     require(
         kernel_of("quant_matmul", platform).unsupported_reason(need.dtype, weight, round_x=rounds)
     )
@@ -155,7 +155,7 @@ def matmul(
         product = quant_matmul_xla.quant_matmul
         if by_kernel:
             product = _of_kernel("quant_matmul", kernel)
-        product = partial(product, round_x=_rounds_x(weight))
+        product = partial(product, round_x=weight.rounds_x)
     elif by_kernel:
         product = _of_kernel("matmul", kernel)
     else:
@@ -214,8 +214,3 @@ def _specs(weight: QuantizedWeight, spec: P) -> Any:
         "zero": None if weight.zero is None else of_groups,
     }
     return QuantizedWeight(**parts)
-
-
-def _rounds_x(weight: QuantizedWeight) -> bool:
-    """Groups of int8 weights are for inputs that are not rounded."""
-    return weight.format == "int8" and not weight.has_groups

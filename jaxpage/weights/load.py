@@ -26,7 +26,7 @@ from jaxpage.weights.find_quantized import with_quantized
 from jaxpage.weights.orbax import find_tree
 from jaxpage.weights.quantization import Quantization, quantization_of, unsupported, with_floats
 from jaxpage.weights.quantized import QuantizedTensor
-from jaxpage.weights.quantized_layers import forget, parts_of, quantized_layers
+from jaxpage.weights.quantized_layers import QuantizedPart, forget, parts_of, quantized_weights
 from jaxpage.weights.restore import loading_bar, restore
 from jaxpage.weights.safetensors import INDEX, SINGLE, StoredTensor, open_checkpoint
 from jaxpage.weights.spec import FLOATS, ParamSpec, listed, specs, variables
@@ -103,16 +103,18 @@ def open_safetensors(
     places = {path: renamed.get(path, Source(path)) for path in wanted}
     how = quantization_config_in(folder) if hf_config is None else quantization_config_of(hf_config)
     stored = with_quantized(stored, _quantization(how, renamed.values()))
-    found: dict[str, Stored] = {}
-    for layer in quantized_layers(wanted):
-        found |= parts_of(layer, places[f"{layer}.weight"], wanted, stored)
+    parts: dict[str, QuantizedPart] = {}
+    for paths in quantized_weights(wanted):
+        parts |= parts_of(paths, places[paths.data], wanted, stored)
     names = {
-        path: tensors_of(path, place, stored) for path, place in places.items() if path not in found
+        path: tensors_of(path, place, stored) for path, place in places.items() if path not in parts
     }
-    names_of_parts = (part.name for part in found.values())
+    names_of_parts = (name for part in parts.values() for name in part.names)
     _check_names(itertools.chain(names_of_parts, *names.values()), stored, tied=_HEAD not in wanted)
     for each in names.values():
-        _check_dtypes([stored[name] for name in each])
+        tensors = [stored[name] for name in each]
+        _check_dtypes([each for each in tensors if not isinstance(each, QuantizedTensor)])
+    found: dict[str, Stored] = {**parts}
     for path in names:
         found[path] = stored_parameter(path, places[path], wanted[path].shape, stored)
     _check_rows(places.values(), stored)
@@ -154,7 +156,8 @@ def quantization_of_checkpoint(
     floats = (
         name.removesuffix(".weight")
         for name, tensor in open_checkpoint(folder).items()
-        if name.endswith(".weight") and len(tensor.shape) == 2 and has_floats(tensor)
+        if has_floats(tensor)
+        and (len(tensor.shape) == 2 and name.endswith(".weight") or _has_experts(name))
     )
     return with_floats(found, floats)
 
@@ -162,6 +165,11 @@ def quantization_of_checkpoint(
 def has_floats(tensor: StoredTensor) -> bool:
     """False too for a dtype that is not supported."""
     return tensor.is_supported and tensor.dtype in FLOATS
+
+
+def _has_experts(name: str) -> bool:
+    """Whether a tensor has all experts of a layer."""
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 def quantization_config_of(hf_config: Any) -> Any:
@@ -215,7 +223,9 @@ def _harmless(name: str, stored: Tensors, tied: bool) -> bool:
 
 
 def _check_dtypes(tensors: Sequence[Tensor]) -> None:
-    """Raises ValueError unless all are floats of one dtype, or bytes of mxfp4."""
+    """Raises ValueError unless all are floats of one dtype, or bytes of mxfp4. `tensors`: of a parameter."""
+    if not tensors:
+        return
     first = tensors[0]
     if first.name.endswith(BLOCKS) and all(each.dtype == np.uint8 for each in tensors):
         return

@@ -53,10 +53,14 @@ class Quantization:
 
     def format_of(self, layer: str) -> WeightFormat | None:
         """The format of a linear layer by its name in the checkpoint; None: not quantised."""
-        names = _names_of(layer)
-        if _match(self.ignored, names):
+        if self.ignores(layer):
             return None
+        names = _names_of(layer)
         return next((form for pattern, form in self.formats if _match((pattern,), names)), None)
+
+    def ignores(self, layer: str) -> bool:
+        """Whether an exception has this name."""
+        return _match(self.ignored, _names_of(layer))
 
 
 def quantization_of(config: Any) -> Quantization | None:

@@ -1,4 +1,5 @@
-"""Linear layers that compute with the quantised weights of a checkpoint: their parameters, as shapes and from tensors.
+"""Linear layers and experts that compute with the quantised weights of a checkpoint: their parameters, as shapes and
+from tensors.
 
 Knows the modules of the decoder and `QuantizedWeight`. Must not know the tensors of checkpoints.
 
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,9 +21,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpage.models.decoder import CausalLM
+from jaxpage.models.experts import Experts
 from jaxpage.models.layers import Constant, Linear, Normal, UniformBytes, param
 from jaxpage.models.registry import weight_map
-from jaxpage.models.sources import Place, Source
+from jaxpage.models.sources import Place, Source, Stacked
 from jaxpage.parallel.sharding import sharding
 from jaxpage.weights.quantization import Quantization, WeightFormat
 from jaxpage.weights.quantized import Index, QuantizedTensor, unpacked
@@ -52,54 +55,87 @@ _KINDS = {
 
 def declare(model: CausalLM, quantization: Quantization, mesh: Mesh | None = None) -> None:
     """Give each linear layer of the decoder that the checkpoint has quantised the parameters of a `QuantizedWeight`,
-    in place. `model` is abstract, and will be on one device or divided over `mesh`.
+    in place, and so each layer's experts, if they are all quantised alike. `model` is abstract, and will be on one
+    device or divided over `mesh`.
 
-    Other layers get dequantised weights: experts, heads, and layers whose groups are not of adjacent inputs or have
-    sizes that do not divide.
+    Other layers get dequantised weights: heads, and layers whose groups are not of adjacent inputs or have sizes that
+    do not divide.
     """
     places = weight_map(model.config)
     for path, layer in nnx.iter_modules(model):
-        if not isinstance(layer, Linear) or path[:2] != ("model", "layers"):
+        if path[:2] != ("model", "layers"):
             continue
-        name = ".".join(map(str, path)) + ".weight"
-        place = places.get(name, Source(name))
-        if not isinstance(place, Source) or layer.weight.get_metadata()["axes"][0] == "router":
-            continue
-        form = quantization.format_of(place.tensor.removesuffix(".weight"))
-        if form is not None:
-            _declare(layer, form, mesh)
+        name = ".".join(map(str, path))
+        if isinstance(layer, Experts):
+            for weight in ("gate_up_proj", "down_proj"):
+                form = _form_of_experts(f"{name}.{weight}", places, quantization)
+                if form is not None:
+                    _declare(layer, weight, f"{weight}_scale", f"{weight}_zero", form, 1)
+        elif isinstance(layer, Linear):
+            place = places.get(f"{name}.weight", Source(f"{name}.weight"))
+            # A layer with a single output, such as a gate, is never quantised.
+            is_other = layer.weight.get_metadata()["axes"][0] == "router" or layer.shape[0] == 1
+            if not isinstance(place, Source) or is_other:
+                continue
+            form = quantization.format_of(place.tensor.removesuffix(".weight"))
+            if form is not None:
+                _declare(layer, "weight", "scale", "zero", form, _num_shares(layer, mesh))
 
 
-def _declare(layer: Linear, form: WeightFormat, mesh: Mesh | None) -> None:
-    (num_out, num_in), kind = layer.shape, _KINDS[form.format]
-    metadata = layer.weight.get_metadata()
-    (out_axis, in_axis), (out_units, in_units) = metadata["axes"], metadata["units"]
-    # A layer with a single output, such as a gate, is never quantised.
-    if num_out == 1 or form.has_order or (form.has_zeros and form.format != "int4"):
+def _form_of_experts(
+    path: str, places: Mapping[str, Place], quantization: Quantization
+) -> WeightFormat | None:
+    """The format of all experts' weights; None if it is not one, or if a tensor at `path` has them as floats."""
+    place = places[path]
+    if not isinstance(place, Stacked) or quantization.ignores(path):
+        return None
+    layers = (name.removesuffix(".weight") for part in place.parts for name in part)
+    first, *others = map(quantization.format_of, layers)
+    return first if all(form == first for form in others) else None
+
+
+def _declare(
+    layer: Linear | Experts,
+    weight: str,
+    scale: str,
+    zero: str,
+    form: WeightFormat,
+    num_shares: int,
+) -> None:
+    """Replace the parameter `weight` [F, E], or [X, F, E] of experts, and set those with the other two names.
+
+    num_shares: the devices that have different inputs of it.
+    """
+    parameter: nnx.Param = getattr(layer, weight)
+    kind, metadata = _KINDS[form.format], parameter.get_metadata()
+    *experts, num_out, num_in = parameter.get_value().shape
+    (*by_expert, out_axis, in_axis), (*_, out_units, in_units) = metadata["axes"], metadata["units"]
+    if form.has_order or (form.has_zeros and form.format != "int4"):
         return
-    scale = Constant(getattr(metadata["init"], "stddev", 1.0) / kind.stddev)
+    init = Constant(getattr(metadata["init"], "stddev", 1.0) / kind.stddev)
     if form.group_size is None and (form.format == "fp8_e4m3" or form.rounds_inputs):
         shape, axes, units = (num_out,), (out_axis,), (out_units,)
     else:
-        size = _group_size(form.group_size or num_in, num_in, kind, _num_shares(layer, mesh))
+        size = _group_size(form.group_size or num_in, num_in, kind, num_shares)
         if size is None:
             return
         in_units = math.gcd(in_units, num_in // (size * kind.per_byte))
         shape, axes, units = (num_in // size, num_out), (in_axis, out_axis), (in_units, out_units)
-    with_scale = {"shape": shape, "axes": axes, "units": units}
-    layer.scale = nnx.data(param(**with_scale, init=scale, dtype=jnp.dtype("float32")))
+
+    def declared(
+        shape: tuple[int, ...], axes: tuple[str, ...], units: tuple[int, ...], init: Any, dtype: Any
+    ) -> nnx.Param:
+        """With the axis of experts, if there is one, before the others."""
+        sizes, units = (*experts, *shape), (*experts, *units)
+        axes = (*by_expert, *axes)
+        return param(sizes, axes=axes, units=units, init=init, dtype=jnp.dtype(dtype))
+
+    setattr(layer, scale, nnx.data(declared(shape, axes, units, init, "float32")))
     if form.has_zeros:
-        middle = Constant(MIDDLE)
-        layer.zero = nnx.data(param(**with_scale, init=middle, dtype=jnp.dtype("uint8")))
-    layer.weight = nnx.data(
-        param(
-            (num_out, num_in // kind.per_byte),
-            axes=(out_axis, in_axis),
-            units=(out_units, in_units),
-            init=kind.dummy,
-            dtype=jnp.dtype(kind.dtype),
-        )
-    )
+        setattr(layer, zero, nnx.data(declared(shape, axes, units, Constant(MIDDLE), "uint8")))
+    shape, axes = (num_out, num_in // kind.per_byte), (out_axis, in_axis)
+    data = declared(shape, axes, (out_units, in_units), kind.dummy, kind.dtype)
+    setattr(layer, weight, nnx.data(data))
 
 
 def _num_shares(layer: Linear, mesh: Mesh | None) -> int:
@@ -126,70 +162,139 @@ def _group_size(size: int, num_in: int, kind: _Kind, num_shares: int) -> int | N
 
 
 @dataclass(frozen=True)
-class QuantizedPart:
-    """A parameter of a layer with a `QuantizedWeight`: the `part` "weight", "scale" or "zero", of some rows of a
-    tensor, as `weights.stored.Stored`.
-    """
+class QuantizedRows:
+    """Some outputs of a tensor, as the arrays of a `QuantizedWeight`."""
 
     tensor: QuantizedTensor
     start: int
     stop: int
     num_groups: int | None  # None: a scale for each output
     has_zeros: bool
+
+
+@dataclass(frozen=True)
+class QuantizedPart:
+    """A parameter of a layer with a `QuantizedWeight`: its `part` "data", "scale" or "zero", of a layer [F, ...], or
+    with the outputs of several tensors for each expert [X, F, ...], as `weights.stored.Stored`.
+    """
+
+    entries: tuple[tuple[QuantizedRows, ...], ...]
+    is_stacked: bool  # otherwise there is one entry, with one tensor
     part: str
     dtype: np.dtype
     shape: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        return self.tensor.name
+        return self.entries[0][0].tensor.name
+
+    @property
+    def names(self) -> list[str]:
+        return [rows.tensor.name for entry in self.entries for rows in entry]
 
     def read(self, index: Index = ()) -> np.ndarray:
         """`parameter[index]`. Raises ValueError if zeros are not those that config.json promises."""
-        return _parts(self.tensor, self.start, self.stop, self.num_groups, self.has_zeros)[
-            self.part
-        ][index]
+        found = _found(self.entries)
+        which = range(len(self.entries))[index[0] if self.is_stacked and index else slice(None)]
+        for entry in which:
+            if entry not in found:
+                found[entry] = _joined([_parts(rows) for rows in self.entries[entry]])
+        if not self.is_stacked:
+            return found[0][self.part][index]
+        # Only experts are divided over devices.
+        out = np.empty((len(which), *self.shape[1:]), self.dtype)
+        for entry, array in zip(which, out, strict=True):
+            array[...] = found[entry][self.part]
+        return out[(slice(None), *index[1:])]
+
+
+def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """One after the other by output, the first axis of data, and the last of scales and zeros."""
+    if len(parts) == 1:
+        return parts[0]
+    return {
+        name: np.concatenate([each[name] for each in parts], axis=0 if name == "data" else -1)
+        for name in parts[0]
+    }
 
 
 def _bits(number: np.dtype) -> str:
     return {np.dtype(np.uint8): "4 bits", np.dtype(np.int8): "int8"}.get(number, "fp8")
 
 
-def quantized_layers(wanted: Mapping[str, ParamSpec]) -> list[str]:
-    """The paths of layers with quantised weights, given a model's parameters."""
-    return [path.removesuffix(".scale") for path in wanted if path.endswith(".scale")]
+class QuantizedPaths(NamedTuple):
+    """The paths of the parameters of a `QuantizedWeight`."""
+
+    data: str
+    scale: str
+    zero: str
+
+
+def quantized_weights(wanted: Iterable[str]) -> list[QuantizedPaths]:
+    """The quantised weights among a model's parameters, of linear layers and experts."""
+    found = []
+    for path in wanted:
+        layer, _, name = path.rpartition(".")
+        if name == "scale":
+            found.append(QuantizedPaths(f"{layer}.weight", path, f"{layer}.zero"))
+        elif name in ("gate_up_proj_scale", "down_proj_scale"):
+            data = path.removesuffix("_scale")
+            found.append(QuantizedPaths(data, path, f"{data}_zero"))
+    return found
 
 
 def parts_of(
-    layer: str,
+    paths: QuantizedPaths,
     place: Place,
     wanted: Mapping[str, ParamSpec],
     stored: Mapping[str, StoredTensor | QuantizedTensor],
 ) -> Iterator[tuple[str, QuantizedPart]]:
-    """The parameters of such a layer by path, whose weight is at `place`. Raises ValueError if the checkpoint does not
-    fit.
+    """The parameters of such a weight by path, whose tensors are at `place`. Raises ValueError if the checkpoint does
+    not fit.
     """
-    assert isinstance(place, Source)
-    tensor = stored.get(place.tensor)
-    if not isinstance(tensor, QuantizedTensor):
-        found = "lacks it" if tensor is None else f"has it as {tensor.dtype}"
+    assert isinstance(place, Source | Stacked)
+    is_stacked = isinstance(place, Stacked)
+    data, scale = wanted[paths.data], wanted[paths.scale]
+    num_out, width = data.shape[-2:]
+    per_byte = 2 if data.dtype == np.uint8 else 1
+    num_groups = scale.shape[-2] if len(scale.shape) == len(data.shape) else None
+    sources = tuple(tuple(map(Source, part)) for part in place.parts) if is_stacked else ((place,),)
+    shape = (num_out // len(sources[0]), width * per_byte)
+    check = partial(_check, paths.data, shape, data.dtype, num_groups)
+
+    def rows(source: Source) -> QuantizedRows:
+        tensor = stored.get(source.tensor)
+        if not isinstance(tensor, QuantizedTensor):
+            found = "lacks it" if tensor is None else f"has it as {tensor.dtype}"
+            raise ValueError(
+                f"{source.tensor} is quantised according to config.json, but the checkpoint {found}: {_ADVICE}"
+            )
+        stop = tensor.shape[0] if source.stop is None else source.stop
+        found = QuantizedRows(tensor, source.start, stop, num_groups, paths.zero in wanted)
+        check(found)
+        return found
+
+    entries = tuple(tuple(map(rows, part)) for part in sources)
+    for part, path in paths._asdict().items():
+        if path in wanted:
+            spec = wanted[path]
+            yield path, QuantizedPart(entries, is_stacked, part, spec.dtype, spec.shape)
+
+
+def _check(
+    path: str, shape: tuple[int, int], number: np.dtype, num_groups: int | None, rows: QuantizedRows
+) -> None:
+    """Raise ValueError if these outputs do not fit the parameter."""
+    tensor = rows.tensor
+    if (rows.stop - rows.start, tensor.shape[1]) != shape or rows.stop > tensor.shape[0]:
         raise ValueError(
-            f"{place.tensor} is quantised according to config.json, but the checkpoint {found}: {_ADVICE}"
+            f"{tensor.name} has shape {list(tensor.shape)} in the checkpoint; {path} of the model wants "
+            f"{list(shape)} of it: check that config.json belongs to the weights"
         )
-    weight, scale = wanted[f"{layer}.weight"], wanted[f"{layer}.scale"]
-    start, stop = place.start, tensor.shape[0] if place.stop is None else place.stop
-    num_groups = scale.shape[0] if len(scale.shape) == 2 else None
-    per_byte = 2 if weight.dtype == np.uint8 else 1
-    model_shape = (weight.shape[0], weight.shape[1] * per_byte)
-    if (stop - start, tensor.shape[1]) != model_shape or stop > tensor.shape[0]:
+    if tensor.number != number:
         raise ValueError(
-            f"{tensor.name} has shape {list(tensor.shape)} in the checkpoint; {layer} of the model wants "
-            f"{list(model_shape)} of it: check that config.json belongs to the weights"
-        )
-    if tensor.number != weight.dtype:
-        raise ValueError(
-            f"{tensor.name} is quantised to {_bits(tensor.number)} in the checkpoint, and {layer} of the model to "
-            f"{_bits(weight.dtype)}: use a checkpoint that is quantised as the model, or "
+            f"{tensor.name} is quantised to {_bits(tensor.number)} in the checkpoint, and {path} of the model to "
+            f"{_bits(number)}: use a checkpoint that is quantised as the model, or "
             'quantization="dequantize", which takes any'
         )
     # Groups may have the scale of their output, but not the other way round.
@@ -200,38 +305,32 @@ def parts_of(
             f"{tensor.name} has scales for {tensor.num_groups or 'no'} groups of inputs, and config.json says "
             f"otherwise: {_ADVICE}"
         )
-    zero = f"{layer}.zero"
-    for part in ("weight", "scale", "zero"):
-        path = f"{layer}.{part}"
-        if path in wanted:
-            spec = wanted[path]
-            yield (
-                path,
-                QuantizedPart(
-                    tensor, start, stop, num_groups, zero in wanted, part, spec.dtype, spec.shape
-                ),
-            )
 
 
-# A layer's parts are read one after the other, and each device reads its share.
+# The parts of a weight are read one after the other, and each device reads its share.
 @functools.lru_cache(maxsize=1)
-def _parts(
-    tensor: QuantizedTensor, start: int, stop: int, num_groups: int | None, has_zeros: bool
-) -> dict[str, np.ndarray]:
-    whole = unpacked(tensor).rows(start, stop)
+def _found(entries: tuple[tuple[QuantizedRows, ...], ...]) -> dict[int, dict[str, np.ndarray]]:
+    """Of each entry that was read, all parts; the last weight's are kept."""
+    del entries
+    return {}
+
+
+def _parts(rows: QuantizedRows) -> dict[str, np.ndarray]:
+    tensor, num_groups = rows.tensor, rows.num_groups
+    whole = unpacked(tensor).rows(rows.start, rows.stop)
     if whole.groups is not None:
         raise ValueError(
             f"{tensor.name} has groups of inputs that are not adjacent, and config.json says otherwise: {_ADVICE}"
         )
-    parts = {"weight": whole.q, "scale": whole.scale}
+    parts = {"data": whole.q, "scale": whole.scale}
     times, middle = 1, 0
     if num_groups is not None:
         scale = whole.scale.reshape(-1, len(whole.q))
         times = num_groups // len(scale)
         parts["scale"] = np.repeat(scale, times, axis=0)
         if whole.q.dtype == np.uint8:
-            parts["weight"], middle = _pairs(whole.q, num_groups), MIDDLE
-    if has_zeros:
+            parts["data"], middle = _pairs(whole.q, num_groups), MIDDLE
+    if rows.has_zeros:
         assert whole.zero is not None
         parts["zero"] = np.repeat(whole.zero, times, axis=0).astype(np.uint8)
     elif whole.zero is not None and (whole.zero != middle).any():
@@ -251,6 +350,6 @@ def _pairs(q: np.ndarray, num_groups: int) -> np.ndarray:
 
 
 def forget() -> None:
-    """Free what was kept of the tensor that was read last."""
-    _parts.cache_clear()
+    """Free what was kept of the tensors that were read last."""
+    _found.cache_clear()
     unpacked.cache_clear()

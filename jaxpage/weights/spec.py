@@ -5,6 +5,7 @@ Knows how NNX modules hold parameters; must not know files or families.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -35,6 +36,13 @@ class ParamSpec:
     axes: tuple[str, ...]
     units: tuple[int, ...]
     init: Initialiser
+
+    @property
+    def num_weights(self) -> int:
+        """Scales and zeros of quantised weights are none; a byte of int4 holds two."""
+        if self.path.endswith(("scale", "zero")):
+            return 0
+        return math.prod(self.shape) * (2 if self.dtype == jnp.uint8 else 1)
 
     def sharding(self, mesh: Mesh | None) -> Sharding:
         return sharding(mesh, self.axes, self.units)

@@ -77,7 +77,8 @@ class Stack:
 
     @property
     def dtype(self) -> np.dtype:
-        return self.parts[0][0].dtype
+        # Some experts may be quantised, which are read as float32, and others not.
+        return max((each.dtype for part in self.parts for each in part), key=lambda x: x.itemsize)
 
     @property
     def shape(self) -> tuple[int, ...]:

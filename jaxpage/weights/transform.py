@@ -17,10 +17,9 @@ from flax import nnx
 from jaxpage.models.decoder import MLP, CausalLM, SelfAttention
 from jaxpage.models.experts import Experts, MixtureOfExperts
 from jaxpage.models.layers import Linear
-from jaxpage.ops.experts import ExpertsKernel
+from jaxpage.ops.experts import ExpertsKernel, Weights
 from jaxpage.ops.implementations import Choice
 from jaxpage.ops.matmul import MatmulKernel
-from jaxpage.weights.spec import ParamSpec, specs
 from pallas_kernels.quant_matmul import quantized
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 
@@ -115,19 +114,18 @@ def choose_quantized_products(model: CausalLM, choose: ChooseQuantized) -> set[s
 
 
 def choose_experts(
-    model: CausalLM, choose: Callable[[ParamSpec, ParamSpec], Choice[ExpertsKernel]]
+    model: CausalLM, choose: Callable[[Weights, Weights], Choice[ExpertsKernel]]
 ) -> set[str]:
     """Set the kernel of each mixture of experts, in place.
 
-    `choose` gets the specs of its gate_up and down. Returns the reasons why the platform's kernel is not used, where
-    that is so.
+    `choose` gets its gate_up and down, as arrays or shapes. Returns the reasons why the platform's kernel is not used,
+    where that is so.
     """
-    reasons, described = set(), specs(model)
-    for path, module in nnx.iter_modules(model):
+    reasons = set()
+    for _, module in nnx.iter_modules(model):
         if isinstance(module, MixtureOfExperts):
-            names = ".".join(map(str, path))
-            weights = (described[f"{names}.experts.{each}_proj"] for each in ("gate_up", "down"))
-            choice = choose(*weights)
+            weights = module.experts.weights
+            choice = choose(weights.gate_up, weights.down)
             module.kernel = choice.chosen
             reasons.add(choice.reason)
     return reasons - {None}

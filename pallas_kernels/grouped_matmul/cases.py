@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.quant_matmul.quantized import quantize, round_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +21,15 @@ class Case:
     num_rows: int
     num_inputs: int = 128
     num_outputs: int = 256
-    dtype: str = "bfloat16"
+    dtype: str = (
+        "bfloat16"  # of x, and of weights without a format; "int8": x is rounded for int8 weights
+    )
+    format: str | None = None  # of quantized weights
+    group_size: int | None = None  # None: int8 and fp8 have a scale per output
+    symmetric: bool = False  # int4 without zeros
 
 
+_some = partial(Case, group_sizes=(9, 0, 70, 1), num_rows=90, num_inputs=256)
 SMALL = (
     Case(name="one-group", group_sizes=(40,), num_rows=40),
     Case(name="even", group_sizes=(16,) * 8, num_rows=128),
@@ -32,7 +42,15 @@ SMALL = (
     Case(name="edges-of-tiles", group_sizes=(127, 1, 128, 129, 31, 33), num_rows=449),
     Case(name="wide", group_sizes=(9, 20), num_rows=32, num_inputs=640, num_outputs=768),
     Case(name="float32", group_sizes=(9, 20, 1), num_rows=32, dtype="float32"),
-    Case(name="int8", group_sizes=(9, 0, 70, 1), num_rows=90, num_inputs=1024, dtype="int8"),
+    _some(name="int8", num_inputs=1024, dtype="int8", format="int8"),
+    _some(name="int4", format="int4", group_size=128, num_inputs=512),
+    _some(name="int4-symmetric", format="int4", group_size=128, symmetric=True),
+    _some(name="int4-groups-of-64", format="int4", group_size=64),
+    _some(name="int4-groups-of-32", format="int4", group_size=32, num_outputs=384),
+    _some(name="int8-groups", format="int8", group_size=128, num_inputs=384),
+    _some(name="fp8", format="fp8_e4m3"),
+    _some(name="fp8-groups", format="fp8_e4m3", group_size=128),
+    _some(name="fp8-groups-odd", format="fp8_e4m3", group_size=128, num_inputs=384),
 )
 
 
@@ -61,21 +79,21 @@ TOKENS = (64, 2048)  # of a decode step, and of one with prompts
 def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
     """With `poison`, rows without a group are NaN, or the scales of those in int8."""
     rng = np.random.default_rng(seed)
-    shape = (len(case.group_sizes), case.num_outputs, case.num_inputs)
-    group_sizes = jnp.asarray(case.group_sizes, jnp.int32)
-    rest = slice(sum(case.group_sizes), case.num_rows if poison else 0)
-    if case.dtype == "int8":
-        shapes = (case.num_rows, case.num_inputs), shape
-        x, weights = (jnp.asarray(rng.integers(-127, 128, n), jnp.int8) for n in shapes)
-        shapes = (case.num_rows, 1), shape[:2]
-        row_scale, scale = (np.exp(rng.standard_normal(n), dtype=np.float32) for n in shapes)
-        row_scale[rest] = np.nan
-        scales = {"row_scale": jnp.asarray(row_scale), "scale": jnp.asarray(scale)}
-        return {"x": x, "weights": weights, "group_sizes": group_sizes} | scales
+    num_groups, group_sizes = len(case.group_sizes), jnp.asarray(case.group_sizes, jnp.int32)
     x = rng.standard_normal((case.num_rows, case.num_inputs))
-    x[rest] = np.nan
-    return {
-        "x": jnp.asarray(x, case.dtype),
-        "weights": jnp.asarray(rng.standard_normal(shape), case.dtype),
-        "group_sizes": group_sizes,
-    }
+    weights = rng.standard_normal((num_groups, case.num_outputs, case.num_inputs))
+    rest = slice(sum(case.group_sizes), case.num_rows if poison else 0)
+    given = {"group_sizes": group_sizes}
+    if case.dtype == "int8":
+        integers, row_scale = jax.jit(round_rows)(x)
+        given |= {"x": integers, "row_scale": row_scale.at[rest].set(np.nan)}
+    else:
+        x[rest] = np.nan
+        given |= {"x": jnp.asarray(x, case.dtype)}
+    if case.format is None:
+        return given | {"weights": jnp.asarray(weights, case.dtype)}
+    weights *= np.exp(rng.standard_normal((num_groups, case.num_outputs, 1)))
+    options = {"format": case.format, "group_size": case.group_size}
+    of_each = jax.jit(jax.vmap(partial(quantize, **options)))
+    quantized = of_each(jnp.asarray(weights, jnp.float32))
+    return given | {"weights": replace(quantized, zero=None) if case.symmetric else quantized}

@@ -7,7 +7,8 @@ their place, and the tiles of all experts run in parallel.
 
 **Tile.** A program is one warpgroup. It multiplies 64 or 128 rows of one group, wgmma's rows, with 128 or 256 outputs,
 and sums over the inputs in order, whatever else is in the batch: a row's result depends only on the row and its expert.
-Rows of other groups in a tile are multiplied too, but not stored.
+Rows of other groups in a tile are multiplied too, but not stored. `gpu_quantized.py` has a kernel for quantized
+weights and rows that are not rounded.
 
 **Stages.** Step t multiplies STEP bytes of inputs, which lie in stage t % S of S stages of shared memory. With few rows
 the weights' bytes are the bound: to saturate an H200's memory, 36 KB must be in flight per SM; two programs per SM with
@@ -36,15 +37,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Real
 
+from pallas_kernels.grouped_matmul import gpu_quantized
+from pallas_kernels.grouped_matmul.gpu_rows import ALIGNED, Tiles, tiles_of
 from pallas_kernels.hopper import unsupported_jax
-from pallas_kernels.lists import expand
+from pallas_kernels.quant_matmul.gpu_tile import unsupported_weight
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight, not_for_rounded_rows
 from pallas_kernels.wgmma import Ref, piece, tiled
 
 COLUMNS = 128  # outputs of a program, or twice as many
 STEP = 128  # bytes of a row in a stage, the widest swizzle
 STORED = 32  # outputs stored at once
 BAND = 16  # most tiles of columns that are multiplied with all rows before the next ones
-ALIGNED = 8  # rows: tiles begin at multiples of it, as the swizzled tiles in shared memory do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +72,18 @@ class TileSizes:
 DEFAULT = TileSizes()
 
 
-def unsupported_reason(x: jax.Array, weights: jax.Array) -> str | None:
+def unsupported_reason(x: jax.Array, weights: jax.Array | QuantizedWeight) -> str | None:
     """Why the kernel does not support these arguments, in one line; None if it does. Needs only shapes and dtypes."""
     if reason := unsupported_jax():
         return reason
-    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.int8) or weights.dtype != x.dtype:
-        return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16, float16 or int8, and the same"
+    if isinstance(weights, QuantizedWeight):
+        if x.dtype != jnp.int8:
+            return unsupported_weight(x.dtype, weights)
+        if reason := not_for_rounded_rows(weights):
+            return reason
+        weights = weights.data
+    elif x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
+        return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16 or float16, and the same"
     _, num_outputs, num_inputs = weights.shape
     if num_inputs % _depth(x) or num_outputs % COLUMNS:
         return (
@@ -86,11 +95,10 @@ def unsupported_reason(x: jax.Array, weights: jax.Array) -> str | None:
 
 def grouped_matmul(
     x: Real[Array, "T E"],
-    weights: Real[Array, "G F E"],
+    weights: Real[Array, "G F E"] | QuantizedWeight,
     group_sizes: Int[Array, " G"],
     *,
     row_scale: Float[Array, "T 1"] | None = None,
-    scale: Float[Array, "G F"] | None = None,
     sizes: TileSizes = DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "T F"]:
@@ -101,6 +109,8 @@ def grouped_matmul(
     """
     if reason := unsupported_reason(x, weights):
         raise NotImplementedError(reason)
+    if isinstance(weights, QuantizedWeight) and row_scale is None:
+        return gpu_quantized.grouped_matmul(x, weights, group_sizes, interpret)
     num_rows, (num_groups, num_outputs, _) = x.shape[0], weights.shape
     tile, num_columns, num_stages = 128, COLUMNS, sizes.many_stages
     if num_rows <= sizes.few_rows * num_groups:
@@ -108,15 +118,15 @@ def grouped_matmul(
         tile, num_stages = 64, sizes.few_stages
     padding = max(tile - num_rows, -num_rows % ALIGNED)
     x = jnp.pad(x, ((0, padding), (0, 0)))
-    tiles = _tiles(group_sizes, num_rows, tile)
-    arrays = _Arrays(x, weights, tiles)
+    tiles = tiles_of(group_sizes, num_rows, tile)
+    arrays = _Arrays(x, weights.data if isinstance(weights, QuantizedWeight) else weights, tiles)
     out = _call(arrays, (tile, num_columns), num_stages, interpret)
     row, ends = jnp.arange(num_rows, dtype=jnp.int32), jnp.cumsum(group_sizes, dtype=jnp.int32)
     out = out[:num_rows].astype(jnp.float32)
-    if row_scale is not None and scale is not None:
+    if isinstance(weights, QuantizedWeight) and row_scale is not None:
         # In the pass over the sums that is made in any case. The scales of a model's experts stay in L2.
         group = jnp.searchsorted(ends, row, side="right", method="compare_all")
-        out = out * row_scale * scale.at[group].get(mode="clip")
+        out = out * row_scale * weights.scale.at[group].get(mode="clip")
     return jnp.where(row[:, None] < ends[-1], out, 0.0)  # rows without a group are not written
 
 
@@ -125,21 +135,12 @@ def _depth(x: jax.Array) -> int:
     return STEP // x.dtype.itemsize
 
 
-class _Tiles(NamedTuple):
-    """The tiles of rows; those that are left over have no rows. Arrays, or in a kernel refs: int32[tiles] each."""
-
-    group: Any
-    begin: Any  # the first row, a multiple of ALIGNED
-    first: Any  # the rows that belong to the group, from here
-    end: Any  # to before here
-
-
 class _Arrays(NamedTuple):
     """What the kernel reads, or in the kernel refs to it."""
 
     x: Any  # [T, E]
     weights: Any  # [G, F, E], of the same dtype
-    tiles: _Tiles
+    tiles: Tiles
 
 
 class _Memory(NamedTuple):
@@ -149,20 +150,6 @@ class _Memory(NamedTuple):
     weights: Any  # [stages, columns, STEP bytes]
     out: Any  # [tile, STORED] sums, row-major
     ready: Any  # a barrier per stage
-
-
-def _tiles(group_sizes: jax.Array, num_rows: int, tile: int) -> _Tiles:
-    num_groups = group_sizes.shape[0]
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    firsts = ends - group_sizes
-    begins = firsts // ALIGNED * ALIGNED
-    counts = jnp.where(group_sizes > 0, -(-(ends - begins) // tile), 0)
-    most_groups = min(num_groups, num_rows)
-    most = (num_rows + most_groups * (ALIGNED - 1)) // tile + most_groups
-    group, number, _ = expand(counts, most)
-    begin = begins[group] + number * tile
-    first, end = jnp.maximum(firsts[group], begin), jnp.minimum(ends[group], begin + tile)
-    return _Tiles(group, begin, first, end)
 
 
 def _call(arrays: _Arrays, shape: tuple[int, int], num_stages: int, interpret: Any) -> jax.Array:

@@ -5,6 +5,10 @@ the expert of some of them, and stores those. Visits are in the order of rows, a
 it is read once for all tiles of its expert, and a tile of rows once for all experts in it. With few rows in a tile, few
 are multiplied in vain.
 
+Quantized weights are read as they are stored, and multiplied by `quant_matmul/tpu_tile.py`. Whether a tile has few rows
+or many depends on what shares the batch, so what is scaled depends on the groups alone: the sums of groups of LANES
+inputs, and the weights of smaller ones, whose sums would be too many.
+
 JAX's megablox, the origin of this, divides inputs over the grid as well: each visit reads its weights again.
 
 Letters: T rows, G groups (experts), E inputs, F outputs, V visits.
@@ -12,8 +16,10 @@ Letters: T rows, G groups (experts), E inputs, F outputs, V visits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +29,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.mosaic_tpu import LANES, dot_transposed, in_chunks
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight, not_for_rounded_rows, padded
+from pallas_kernels.quant_matmul.tpu_tile import (
+    Operands,
+    Scratch,
+    product,
+    scratch_of,
+    unsupported_weight,
+)
 
 CHUNK = 8192  # bytes of inputs multiplied at once. Sums are divided there, so it is never tuned
 X_BYTES = 8 << 20  # per tile of rows, at most
@@ -46,49 +60,65 @@ class TileSizes:
 DEFAULT = TileSizes()
 
 
-def unsupported_reason(x: jax.Array, weights: jax.Array) -> str | None:
+def unsupported_reason(x: jax.Array, weights: jax.Array | QuantizedWeight) -> str | None:
     """Why the kernel does not support these arguments, in one line; None if it does. Needs only shapes and dtypes."""
-    if x.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8) or weights.dtype != x.dtype:
-        return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16, float32 or int8, and the same"
+    if isinstance(weights, QuantizedWeight):
+        is_rounded = x.dtype == jnp.int8
+        return not_for_rounded_rows(weights) if is_rounded else unsupported_weight(x.dtype, weights)
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or weights.dtype != x.dtype:
+        return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16 or float32, and the same"
     return None
 
 
 def grouped_matmul(
     x: Real[Array, "T E"],
-    weights: Real[Array, "G F E"],
+    weights: Real[Array, "G F E"] | QuantizedWeight,
     group_sizes: Int[Array, " G"],
     *,
     row_scale: Float[Array, "T 1"] | None = None,
-    scale: Float[Array, "G F"] | None = None,
     sizes: TileSizes = DEFAULT,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> Float[Array, "T F"]:
     """`reference.grouped_matmul`; sums in float32, or of integers in int32. Products of float32 have the precision of
-    `jax.default_matmul_precision`.
+    `jax.default_matmul_precision`. Raises NotImplementedError with `unsupported_reason`'s reason.
     """
+    if reason := unsupported_reason(x, weights):
+        raise NotImplementedError(reason)
     num_rows = x.shape[0]
+    if isinstance(weights, QuantizedWeight):
+        x = padded(x, weights)
     tile, num_columns = tiles_of(x, weights, sizes)
     padding = ((0, -num_rows % tile), (0, 0))
-    arrays = _Arrays(
-        x=jnp.pad(x, padding),
-        weights=weights,
-        row_scale=None if row_scale is None else jnp.pad(row_scale, padding),
-        scale=None if scale is None else scale[:, None],
-    )
-    visits, num_visits = _visits(group_sizes, arrays.x.shape[0] // tile, tile)
-    return _call(arrays, visits, num_visits, (tile, num_columns), interpret)[:num_rows]
+    x, group_size = jnp.pad(x, padding), None
+    operands = Operands(x=x, data=weights, scale=None)
+    if isinstance(weights, QuantizedWeight):
+        num_groups, num_outputs, _ = weights.shape
+        group_size = weights.group_size if weights.has_groups else None
+        operands = Operands(
+            x=x,
+            data=weights.data,
+            scale=weights.scale.reshape(num_groups, -1, num_outputs),
+            row_scale=None if row_scale is None else jnp.pad(row_scale, padding),
+            zero=weights.zero,
+        )
+    visits, num_visits = _visits(group_sizes, x.shape[0] // tile, tile)
+    body = partial(_body, group_size=group_size)
+    return _call(body, operands, visits, num_visits, (tile, num_columns), interpret)[:num_rows]
 
 
-def tiles_of(x: jax.Array, weights: jax.Array, sizes: TileSizes) -> tuple[int, int]:
+def tiles_of(
+    x: jax.Array, weights: jax.Array | QuantizedWeight, sizes: TileSizes
+) -> tuple[int, int]:
     """Rows and outputs of a tile."""
     num_rows, (num_groups, num_outputs, num_inputs) = x.shape[0], weights.shape
-    row_bytes = num_inputs * x.dtype.itemsize
     tile = sizes.least_tile
     while tile < sizes.most_tile and tile * num_groups < num_rows:
         tile *= 2
-    while tile > 32 and tile * row_bytes > X_BYTES:
+    while tile > 32 and tile * num_inputs * x.dtype.itemsize > X_BYTES:
         tile //= 2
-    most = max(LANES, min(sizes.outputs, TILE_BYTES // row_bytes) // LANES * LANES)
+    data = weights.data if isinstance(weights, QuantizedWeight) else weights
+    fitting = TILE_BYTES // (data.shape[2] * data.dtype.itemsize)
+    most = max(LANES, min(sizes.outputs, fitting) // LANES * LANES)
     num_tiles = -(-num_outputs // most)
     return tile, -(-num_outputs // (num_tiles * LANES)) * LANES
 
@@ -137,53 +167,59 @@ def _visits(group_sizes: jax.Array, num_tiles: int, tile: int) -> tuple[_Visits,
     return visits, counts.sum(dtype=jnp.int32) + num_tiles - num_used
 
 
-class _Arrays(NamedTuple):
-    """What is multiplied, or in the kernel refs to tiles of it. Only integers have scales."""
-
-    x: Any  # [T, E]; T is a multiple of the tile
-    weights: Any  # [G, F, E]
-    row_scale: Any  # float32[T, 1]
-    scale: Any  # float32[G, 1, F]
-
-
 def _call(
-    arrays: _Arrays, visits: _Visits, num_visits, shape: tuple[int, int], interpret
+    body: Callable[..., None],
+    operands: Operands,
+    visits: _Visits,
+    num_visits,
+    tile: tuple[int, int],
+    interpret,
 ) -> jax.Array:
-    (tile, num_columns), (_, num_outputs, num_inputs) = shape, arrays.weights.shape
-    is_scaled = arrays.scale is not None
+    """operands: the number of rows is a multiple of the tile's."""
+    (num_rows, num_columns), num_outputs = tile, operands.data.shape[1]
 
-    def of_rows(width):
-        return pl.BlockSpec((tile, width), lambda o, v, visits: (visits.tile[v], 0))
+    def of_rows(array):
+        if array is not None:
+            return pl.BlockSpec(
+                (num_rows, array.shape[1]), lambda o, v, visits: (visits.tile[v], 0)
+            )
 
-    specs = _Arrays(
-        x=of_rows(num_inputs),
-        weights=pl.BlockSpec(
-            (None, num_columns, num_inputs), lambda o, v, visits: (visits.group[v], o, 0)
+    def of_outputs(array):
+        if array is not None:
+            return pl.BlockSpec(
+                (None, array.shape[1], num_columns), lambda o, v, visits: (visits.group[v], 0, o)
+            )
+
+    specs = Operands(
+        x=of_rows(operands.x),
+        data=pl.BlockSpec(
+            (None, num_columns, operands.data.shape[2]),
+            lambda o, v, visits: (visits.group[v], o, 0),
         ),
-        row_scale=of_rows(1) if is_scaled else None,
-        scale=pl.BlockSpec((None, 1, num_columns), lambda o, v, visits: (visits.group[v], 0, o))
-        if is_scaled
-        else None,
+        scale=of_outputs(operands.scale),
+        row_scale=of_rows(operands.row_scale),
+        zero=of_outputs(operands.zero),
     )
     return pl.pallas_call(
-        _body,
+        body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(num_outputs, num_columns), num_visits),
             in_specs=(specs,),
-            out_specs=pl.BlockSpec((tile, num_columns), lambda o, v, visits: (visits.tile[v], o)),
-            scratch_shapes=[pltpu.VMEM(shape, jnp.int32 if is_scaled else jnp.float32)],
+            out_specs=pl.BlockSpec(tile, lambda o, v, visits: (visits.tile[v], o)),
+            scratch_shapes=[scratch_of(operands, tile)],
         ),
-        out_shape=jax.ShapeDtypeStruct((arrays.x.shape[0], num_outputs), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((operands.x.shape[0], num_outputs), jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         interpret=interpret,
         name="grouped_matmul",
-    )(visits, arrays)
+    )(visits, operands)
 
 
-def _body(visits: _Visits, refs: _Arrays, out_ref, sum_ref):
+def _body(visits: _Visits, refs: Operands, out_ref, scratch: Scratch, *, group_size: int | None):
+    """group_size: None without groups."""
     visit = pl.program_id(1)
     first, end = visits.first[visit], visits.end[visit]
 
@@ -193,20 +229,22 @@ def _body(visits: _Visits, refs: _Arrays, out_ref, sum_ref):
 
     @pl.when(first < end)
     def _():
-        sum_ref[...] = jnp.zeros(sum_ref.shape, sum_ref.dtype)
-        _add_products(refs.x, refs.weights, sum_ref)
-        out = sum_ref[...].astype(jnp.float32)
-        if refs.scale is not None:
-            out = out * refs.row_scale[...] * refs.scale[...]
+        if refs.scale is None:
+            out = _product(refs, scratch.sums)
+        else:
+            scales = group_size is not None and group_size < LANES
+            out = product(refs, scratch, group_size=group_size, scales=scales)
         row = lax.broadcasted_iota(jnp.int32, out_ref.shape, 0)
         own = (row >= first) & (row < end)
         out_ref[...] = jnp.where(own, out, out_ref[...])
 
 
-def _add_products(x_ref, w_ref, sum_ref):
-    """Over chunks of inputs, in order."""
+def _product(refs: Operands, sums) -> jax.Array:
+    """Of weights that are not quantized, over chunks of inputs, in order."""
+    sums[...] = jnp.zeros(sums.shape, sums.dtype)
 
     def add(chunk):
-        sum_ref[...] += dot_transposed(x_ref[:, chunk], w_ref[:, chunk], sum_ref.dtype)
+        sums[...] += dot_transposed(refs.x[:, chunk], refs.data[:, chunk])
 
-    in_chunks(x_ref.shape[1], CHUNK // x_ref.dtype.itemsize, add)
+    in_chunks(refs.x.shape[1], CHUNK // refs.x.dtype.itemsize, add)
+    return sums[...]

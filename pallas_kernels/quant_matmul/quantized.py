@@ -6,6 +6,7 @@ Letters: E inputs, F outputs, J groups of E / J adjacent inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ MIDDLE = 8  # the zero of int4 weights without zeros
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A weight [F, E] as checkpoints store linear layers. The dtype of `data` is its format.
+    """A weight [F, E] as checkpoints store linear layers, or the weights [X, F, E] of X experts: then each array has an
+    axis of experts before those given here. The dtype of `data` is its format.
 
     - int8: int8[F, E]; the weight is data * scale, with a scale per output, or per output and group: group j has inputs
       [j g, (j + 1) g), g = E / J. A checkpoint's scale for a block of several outputs is repeated for each of them.
@@ -38,19 +40,28 @@ class QuantizedWeight:
         return {"int8": "int8", "uint8": "int4"}.get(self.data.dtype.name, "fp8_e4m3")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(F, E), where E includes int4's padding."""
-        num_out, width = self.data.shape
-        return num_out, width * (2 if self.format == "int4" else 1)
+    def shape(self) -> tuple[int, ...]:
+        """(F, E), of experts (X, F, E), where E includes int4's padding."""
+        *rest, width = self.data.shape
+        return (*rest, width * (2 if self.format == "int4" else 1))
 
     @property
     def has_groups(self) -> bool:
-        return self.scale.ndim == 2
+        return self.scale.ndim == self.data.ndim
 
     @property
     def group_size(self) -> int:
         """The number of inputs that share a scale."""
-        return self.shape[1] // (self.scale.shape[0] if self.has_groups else 1)
+        return self.shape[-1] // (self.scale.shape[-2] if self.has_groups else 1)
+
+    @property
+    def rounds_x(self) -> bool:
+        """Whether x is meant to be rounded to int8 too. Groups of int8 weights are for x that is not rounded."""
+        return self.format == "int8" and not self.has_groups
+
+    def __getitem__(self, expert: Any) -> QuantizedWeight:
+        """The weight of an expert, or the weights of a slice of them."""
+        return jax.tree.map(lambda array: array[expert], self)
 
 
 def quantize(weight: jax.Array, format: str, group_size: int | None = None) -> QuantizedWeight:
@@ -138,11 +149,11 @@ def not_for_rounded_rows(weight: QuantizedWeight) -> str | None:
 
 def padded(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
     """x with zeros for the padding of an int4 weight. Raises ValueError if it does not fit the weight."""
-    missing = weight.shape[1] - x.shape[1]
+    missing = weight.shape[-1] - x.shape[1]
     if missing == 0:
         return x
     if weight.format != "int4" or missing != weight.group_size:
         raise ValueError(
-            f"x has {x.shape[1]} inputs and the {weight.format} weight {weight.shape[1]}"
+            f"x has {x.shape[1]} inputs and the {weight.format} weight {weight.shape[-1]}"
         )
     return jnp.pad(x, ((0, 0), (0, missing)))

@@ -18,6 +18,7 @@ from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from tests.aot.models import EXPERTS
 from tests.aot.program import Program, largest_steps
+from tests.aot.quantised import METHODS
 
 if TYPE_CHECKING:
     import jax
@@ -34,7 +35,7 @@ class Case:
     target: str
     num_devices: int
     model: str  # of EXPERTS
-    quantization: str | None = None
+    quantization: str | None = None  # "int8", or of the checkpoint: one of METHODS
 
     @property
     def name(self) -> str:
@@ -46,10 +47,12 @@ CASES = (
     Case("v5e:2x4", 8, "Qwen3-30B-A3B"),
     Case("v6e:2x2", 4, "Qwen3-30B-A3B"),
     Case("v6e:2x2", 4, "gpt-oss-20b"),
+    Case("v6e:2x2", 4, "Qwen3-30B-A3B", "fp8"),
     Case("tpu7x:2x2x1", 1, "Qwen3-30B-A3B"),
     Case("h200", 1, "Qwen3-30B-A3B"),
     Case("h200", 1, "gpt-oss-20b"),
     Case("h200", 1, "Qwen3-30B-A3B", "int8"),
+    Case("h200", 1, "Qwen3-30B-A3B", "awq"),
 )
 TARGETS = tuple(dict.fromkeys(case.target for case in CASES))
 
@@ -73,8 +76,11 @@ def programs(target: str) -> Iterator[Program]:
 def _job(case: Case, folder: Path) -> CompileJob:
     from jaxpage.aot.worker import make_job
 
-    path = folder / f"{case.model}.json"
-    path.write_text(json.dumps(EXPERTS[case.model]))
+    path = folder / f"{case.name}.json"
+    model = dict(EXPERTS[case.model])
+    if case.quantization in METHODS:
+        model["quantization_config"] = METHODS[case.quantization]
+    path.write_text(json.dumps(model))
     options = {"model": str(path), "swap_space": 0.0, "max_model_len": 8192}
     options["quantization"] = case.quantization
     where = parse_target(case.target), case.num_devices
@@ -112,6 +118,9 @@ def _look(
         "most_temp_bytes": most_temp_bytes(spec) + aot_experts.temp_bytes_of_experts(spec),
         "temp_bytes": memory.temp_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
+        "bytes_of_experts": sum(
+            size for path, size in spec.weight_bytes.items() if ".experts." in path
+        ),
         "state_bytes": job.lowerings.state_bytes,
         "pool_bytes": spec.pool.num_blocks * spec.block_bytes,
     }

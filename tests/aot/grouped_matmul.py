@@ -74,27 +74,51 @@ def _products(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
         yield f"{name}-other", partial(kernel.grouped_matmul, sizes=sizes), arguments()
         if platform == "tpu":
             yield f"{name}-float32", kernel.grouped_matmul, arguments(jnp.float32)
-        scales = (
-            spec((rows, 1), jnp.float32),
-            spec((model.num_groups, model.num_outputs), jnp.float32),
-        )
-        of_integers = partial(_of_integers, kernel.grouped_matmul)
-        yield f"{name}-int8", of_integers, (*arguments(jnp.int8), *scales)
+        for form, rounds in FORMATS.items():
+            of_model = partial(_quantized, rows=rows, model=model, form=form, rounds=rounds)
+            yield f"{name}-{form}", partial(_of_rows, kernel.grouped_matmul), of_model()
 
 
-def _of_integers(product: Callable, x, weights, group_sizes, row_scale, scale):
-    return product(x, weights, group_sizes, row_scale=row_scale, scale=scale)
+# Of quantized weights, by format and groups of inputs: whether x is rounded too.
+FORMATS = {"int8": True, "int4-128": False, "fp8_e4m3": False, "fp8_e4m3-128": False}
+
+
+def _quantized(*, rows: int, model: Any, form: str, rounds: bool) -> tuple:
+    """Shapes of the arguments of `_of_rows`."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.quant_matmul.quantized import quantize
+
+    format, _, group_size = form.partition("-")
+    quantized = jax.eval_shape(
+        jax.vmap(lambda weight: quantize(weight, format, int(group_size) if group_size else None)),
+        jax.ShapeDtypeStruct((model.num_groups, model.num_outputs, model.num_inputs), jnp.float32),
+    )
+    weights = jax.tree.map(lambda array: spec(array.shape, array.dtype), quantized)
+    x = spec((rows, model.num_inputs), jnp.int8 if rounds else jnp.bfloat16)
+    scales = (spec((rows, 1), jnp.float32),) if rounds else ()
+    return x, weights, spec((model.num_groups,), jnp.int32), *scales
+
+
+def _of_rows(product: Callable, x, weights, group_sizes, row_scale=None):
+    return product(x, weights, group_sizes, row_scale=row_scale)
 
 
 def _look(arguments: tuple, compiled: Any, log: str) -> dict[str, Any]:
+    import jax
+
     x, weights, *_ = arguments
+    arrays = jax.tree.leaves(weights)
     contents = parse(compiled.as_text() or "")
     return {
-        "weight_bytes": weights.size * weights.dtype.itemsize,
+        "weight_bytes": sum(array.size * array.dtype.itemsize for array in arrays),
         "x_bytes": x.size * x.dtype.itemsize,
         "out_bytes": 4 * x.shape[0] * weights.shape[1],
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "kernels": len(kernel_calls(contents)),
-        "copies": list(copies_of_size(contents, [weights.shape])),
+        "copies": list(
+            copies_of_size(contents, [arrays[0].shape])
+        ),  # of quantized weights the data
         "ptxas": ptxas.report(log),
     }

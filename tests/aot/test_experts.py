@@ -33,13 +33,26 @@ def test_each_device_has_its_experts_and_reads_them_where_they_are(found):
         model = EXPERTS[case.model]
         num_experts = model.get("num_experts") or model["num_local_experts"]
         assert each["experts_of_a_device"] == num_experts // case.num_devices
-        assert len(weight_copies(each)) == (FEW if is_copied(case) else 0), each
+        assert len(weight_copies(case, each)) == (FEW if is_copied(case) else 0), each
 
 
-def weight_copies(each: dict) -> list[str]:
+def test_experts_of_quantised_checkpoints_take_as_much_memory_as_there(found):
+    """128 experts of 3 x 2048 x 768: with 4 bits a scale and a zero for each 128 inputs, with 8 bits a scale."""
+    bytes_of_one = {None: 2, "int8": 1, "awq": 0.5 + 5 / 128, "fp8": 1 + 4 / 128}
+    for case, each in found:
+        if case.model == "Qwen3-30B-A3B":
+            expected = FEW * 128 * 3 * 2048 * 768 * bytes_of_one[case.quantization]
+            assert each["bytes_of_experts"] == pytest.approx(expected / case.num_devices, rel=0.01)
+
+
+# As whose dtype XLA has them; integers of 4 bits are bytes, and so is fp8 on its way to VMEM.
+STORED = {None: ("bf16",), "int8": ("s8",), "awq": ("u8", "s8"), "fp8": ("f8e4m3fn", "s8")}
+
+
+def weight_copies(case: Case, each: dict) -> list[str]:
     """Arrays as large as a weight of experts, in its dtype, that are no part of it on its way to VMEM."""
+    stored = [f"= {dtype}[" for dtype in STORED[case.quantization]]
     lines = each["weight_copies"]
-    stored = ("= bf16[", "= s8[")
     return [line for line in lines if any(x in line for x in stored) and "slice-start(" not in line]
 
 
@@ -49,8 +62,8 @@ def is_copied(case: Case) -> bool:
 
 
 def test_kernels_serve_attention_and_experts(found):
-    """Two products of experts a layer; on an H200 not for 2,880 outputs, which are no multiple of 128. In int8 those
-    of attention and the head are kernels, too.
+    """Two products of experts a layer; on an H200 not for 2,880 outputs, which are no multiple of 128. Quantised, those
+    of attention are kernels, too, and in int8 the head.
     """
     for case, each in found:
         assert each["attention_calls"] >= FEW, each
@@ -58,7 +71,9 @@ def test_kernels_serve_attention_and_experts(found):
         # each device has equally many heads, in whole registers.
         others = 0 if case.target == "h200" else 1 + (" decode " in each["name"])
         others += 0 if case.target in ("h200", "v5e:2x4") else FEW
-        others += 2 * FEW + (" decode " in each["name"]) if case.quantization else 0
+        if case.quantization:  # on one device q, k and v are joined
+            others += (2 if case.num_devices == 1 else 4) * FEW
+        others += case.quantization == "int8" and " decode " in each["name"]
         of_experts = each["kernel_calls"] - each["attention_calls"] - others
         is_plain = case.target == "h200" and case.model == "gpt-oss-20b"
         assert of_experts == (0 if is_plain else 2 * FEW), each

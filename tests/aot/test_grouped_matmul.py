@@ -21,14 +21,21 @@ def target(request) -> str:
 
 
 def test_one_kernel_reads_the_weights_where_they_are(target):
-    """With the default sizes and with others, in int8, and on TPUs in float32, whose tiles are not to be larger."""
+    """With the default sizes and with others, with quantized weights, and on TPUs in float32, whose tiles are not to be
+    larger.
+    """
     found = seen("grouped_matmul", target).programs
     ours = [each for each in found if not each["name"].endswith("ragged_dot")]
-    assert len(ours) == (3 if target == "h200" else 4) * len(cases.MODELS) * len(cases.TOKENS)
+    forms = len(grouped_matmul.FORMATS) + (2 if target == "h200" else 3)
+    assert len(ours) == forms * len(cases.MODELS) * len(cases.TOKENS)
     for each in ours:
         assert each["kernels"] == 1 and each["copies"] == [], each
         # Rows are padded to whole tiles, and rows of no group become 0 in a second array.
-        assert each["temp_bytes"] <= each["x_bytes"] + each["out_bytes"] + 2**21, each
+        most = each["x_bytes"] + each["out_bytes"] + 2**21
+        if target == "h200":  # each tile has a place of its own for results
+            model = next(model for model in cases.MODELS if each["name"].startswith(model.name))
+            most += 4 * model.num_outputs * model.num_groups * (64 + 8)
+        assert each["temp_bytes"] <= most, each
 
 
 def test_what_a_hopper_gpu_sums_stays_in_registers():

@@ -27,7 +27,9 @@ PROMPTS = prompts_of([3, 40, 17])
 CASES = [
     ("qwen2", "awq-g32", 8),
     ("phi3", "gptq-4-asym", 8),
-    ("qwen3_moe", "fp8-block", 2),
+    ("qwen3_moe", "fp8-block", 6),
+    ("mixtral", "awq-g32", 8),
+    ("olmoe", "ct-w8a16", 8),
     ("llama", "ct-w4a16-asym", 8),
     ("mistral", "gptq-8-g128", 8),
     ("qwen3", "ct-fp8-dynamic", 8),
@@ -76,7 +78,7 @@ def assert_transformers(path: Path, got: list[checkpoints.Answer]) -> None:
 
 
 def num_quantised(llm: LLM) -> int:
-    return sum(path.endswith(".scale") for path in llm._memory._variables)
+    return sum(path.endswith("scale") for path in llm._memory._variables)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,35 @@ def test_several_devices(num_devices, checkpoint, expected):
     llm = make_llm(checkpoint.path, tensor_parallel_size=num_devices)
     assert num_quantised(llm) == 14
     checkpoints.assert_same_answers(answers(llm), expected, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["awq-g32", "ct-fp8-dynamic"])
+def test_experts_stay_packed(form, tmp_path):
+    """The same tokens and log-probabilities as with floats, on one device and on two; asleep, replaced, at random."""
+    checkpoint = Checkpoint(tmp_path, build("qwen3_moe", tmp_path / "source"), form)
+    floats = make_llm(checkpoint.path, quantization="dequantize")
+    expected = answers(floats)
+    llm = make_llm(checkpoint.path, enforce_eager=False)
+    assert num_quantised(llm) == 8 and num_quantised(floats) == 0
+    assert bytes_of_experts(llm) < bytes_of_experts(floats) * (0.2 if "awq" in form else 0.27)
+    checkpoints.assert_same_answers(answers(llm), expected, atol=1e-4)
+    llm.sleep()
+    llm.wake_up()
+    checkpoints.assert_same_answers(answers(llm), expected, atol=1e-4)
+    llm.update_weights(str(checkpoint.path))
+    checkpoints.assert_same_answers(answers(llm), expected, atol=1e-4)
+    with pytest.raises(ValueError, match=r"according to config.json, but the checkpoint has it as"):
+        llm.update_weights(str(checkpoint.floats))
+    assert llm.stats().num_recompiles == 0
+    divided = make_llm(checkpoint.path, tensor_parallel_size=2)
+    checkpoints.assert_same_answers(answers(divided), expected, atol=1e-4)
+    assert answers(make_llm(checkpoint.path, load_format="dummy"))
+
+
+def bytes_of_experts(llm: LLM) -> int:
+    variables = llm._memory._variables
+    return sum(variables[path].get_value().nbytes for path in variables if ".experts." in path)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tile_sizes
 from pallas_kernels.grouped_matmul import cases, gpu, reference, tpu, tune, xla
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 from tests.kernels.grouped_matmul import GroupedMatmulTests, case_of
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -28,6 +29,15 @@ class XLAAndTPU(GroupedMatmulTests):
         rows = (6, 1), (74, 1), (127, 3), (0, 0)
         self.check_rows_alone(dtype, rows, before=(0, 1, 31, 40))
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("number", "size"), [("int4", 128), ("int4", 32), ("int8", 128), ("fp8_e4m3", 128)]
+    )
+    def test_and_so_with_groups(self, number, size):
+        self.check_rows_alone(
+            "bfloat16", ((6, 1), (127, 3)), before=(0, 31), format=number, group_size=size
+        )
+
     def test_integers_are_summed_exactly_and_then_scaled(self):
         rng = np.random.default_rng(0)
         x, weights = (rng.integers(-127, 128, n).astype(np.int8) for n in ((70, 256), (4, 40, 256)))
@@ -36,9 +46,8 @@ class XLAAndTPU(GroupedMatmulTests):
         )
         row_scale[54:] = np.nan
         group_sizes = np.array([33, 0, 20, 1], np.int32)
-        given = dict(
-            x=x, weights=weights, group_sizes=group_sizes, row_scale=row_scale, scale=scale
-        )
+        quantized = QuantizedWeight(data=weights, scale=scale)
+        given = dict(x=x, weights=quantized, group_sizes=group_sizes, row_scale=row_scale)
         out = self.multiply(**given)
         assert out.dtype == np.float32 and not out[54:].any()
         np.testing.assert_array_equal(
@@ -52,6 +61,9 @@ class XLAAndTPU(GroupedMatmulTests):
 class TestXLA(XLAAndTPU):
     program = staticmethod(jax.jit(xla.grouped_matmul))
 
+    def rounds_weights(self, case):
+        return case.format == "int4"
+
     def multiply(self, **arguments):
         return np.asarray(self.program(**arguments))
 
@@ -62,6 +74,9 @@ class TestTPU(XLAAndTPU):
 
     program = staticmethod(jax.jit(partial(tpu.grouped_matmul, interpret=INTERPRETED)))
 
+    def rounds_weights(self, case):
+        return (case.group_size or 128) < 128
+
     def multiply(self, **arguments):
         out = np.asarray(self.program(**arguments))
         assert interpret_pallas_call.races is not None
@@ -70,7 +85,9 @@ class TestTPU(XLAAndTPU):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["odd", "wide", "edges-of-tiles"])
+@pytest.mark.parametrize(
+    "name", ["odd", "wide", "edges-of-tiles", "int4", "int4-groups-of-32", "fp8-groups"]
+)
 def test_sizes_of_the_tpu_kernel_change_no_bit(name):
     arguments = cases.arguments(case_of(name))
     expected = TestTPU().multiply(**arguments)

@@ -16,6 +16,7 @@ from jaxpage.device import Device
 from jaxpage.ops import experts
 from pallas_kernels import hopper
 from pallas_kernels.grouped_matmul import cases, gpu
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 from tests.kernels.grouped_matmul import GroupedMatmulTests, case_of, check
 
 __test__ = hopper.unsupported_jax() is None
@@ -51,6 +52,12 @@ class TestInterpreted(Hopper):
         """And in larger tiles. Sums are exact: the interpreter adds up on the CPU, each CPU in an order of its own."""
         rows = (6, 1), (127, 3)
         self.check_rows_alone("bfloat16", rows, before=(0, 31), lengths=(130, 300), exact=True)
+
+    @pytest.mark.parametrize("number", ["int4", "fp8_e4m3"])
+    def test_and_so_with_groups(self, number):
+        options = dict(format=number, group_size=128, symmetric=number == "int4", num_outputs=128)
+        options |= dict(lengths=(130, 300), exact=True)
+        self.check_rows_alone("bfloat16", ((6, 1), (127, 3)), before=(0, 31), **options)
 
 
 @pytest.mark.gpu
@@ -97,14 +104,25 @@ def test_what_the_kernel_cannot_do_it_refuses_with_the_reason(change, reason):
     shape = dict(num_inputs=128, num_outputs=256, dtype=jnp.bfloat16) | change
     x = jnp.zeros((8, shape["num_inputs"]), shape["dtype"])
     weights = jnp.zeros((2, shape["num_outputs"], shape["num_inputs"]), shape["dtype"])
+    if weights.dtype == jnp.int8:
+        weights = QuantizedWeight(data=weights, scale=jnp.ones(weights.shape[:2]))
     with pytest.raises(NotImplementedError, match=reason):
         gpu.grouped_matmul(x, weights, jnp.ones(2, jnp.int32))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_experts_are_multiplied_by_the_kernel(monkeypatch, dtype):
+SHAPE = (8, 256, 256)
+WEIGHTS = {
+    "bfloat16": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16),
+    "int8": QuantizedWeight(
+        data=jax.ShapeDtypeStruct(SHAPE, jnp.int8),
+        scale=jax.ShapeDtypeStruct((8, 256), jnp.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_experts_are_multiplied_by_the_kernel(monkeypatch, name):
     """In the dtype of the model, and rounded to int8."""
     monkeypatch.setattr(hopper, "unsupported_ptxas_here", lambda: None)
-    weights = [jax.ShapeDtypeStruct((8, 256, 256), jnp.dtype(dtype))] * 2
     device = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
-    assert experts.choose(*weights, device).chosen.platform == "gpu"
+    assert experts.choose(WEIGHTS[name], WEIGHTS[name], device).chosen.platform == "gpu"

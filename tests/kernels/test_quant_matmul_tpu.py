@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpage.device import Device
 from jaxpage.ops import matmul as ops
-from pallas_kernels.quant_matmul import cases, reference, tpu
+from pallas_kernels.quant_matmul import cases, reference, tpu, tpu_tile
 from pallas_kernels.quant_matmul.cases import Case
 from pallas_kernels.quant_matmul.quantized import quantize
 from tests.kernels.quant_matmul import (
@@ -65,7 +65,7 @@ class TestTPU(QuantMatmulTests):
     def test_several_tiles_and_parts_of_tiles(self, name):
         """Two tiles of tokens and of outputs, the last ones with less than a tile in them, and two chunks."""
         sizes = tpu.TileSizes(tile_tokens=256)
-        case = replace(case_of(name), num_tokens=300, num_out=700, num_in=tpu.CHUNK + 256)
+        case = replace(case_of(name), num_tokens=300, num_out=700, num_in=tpu_tile.CHUNK + 256)
         self.check(case, sizes=sizes)
 
     @pytest.mark.slow
@@ -78,7 +78,7 @@ class TestTPU(QuantMatmulTests):
         self.check(replace(case, num_in=MANY_SLICES[case.format]))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("group_size", [256, tpu.CHUNK])
+    @pytest.mark.parametrize("group_size", [256, tpu_tile.CHUNK])
     @pytest.mark.parametrize("num_tokens", [19, 200])
     def test_groups_of_several_registers(self, group_size, num_tokens):
         case = replace(case_of("fp8-groups"), group_size=group_size, num_tokens=num_tokens)

@@ -22,7 +22,7 @@ from jaxpage.parallel.sharding import TENSOR
 from jaxpage.weights.dummy import initialise
 from pallas_kernels.grouped_matmul import gradient, tpu
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight, quantize
-from pallas_kernels.quant_matmul.reference import quant_matmul
+from pallas_kernels.quant_matmul.reference import dequantize, quant_matmul
 from tests import checkpoints, mixtures
 from tests.models import test_families as families
 
@@ -144,32 +144,29 @@ def test_the_gradient_is_that_of_the_definition(bias):
         np.testing.assert_allclose(ours, theirs, atol=2e-3, rtol=1e-4)
 
 
-def in_int8(weights: ExpertWeights) -> ExpertWeights:
-    gate_up, down = (
-        jax.vmap(lambda w: quantize(w, "int8"))(w) for w in (weights.gate_up, weights.down)
-    )
-    return replace(
-        weights,
-        gate_up=gate_up.data,
-        down=down.data,
-        gate_up_scale=gate_up.scale,
-        down_scale=down.scale,
-    )
+def quantized(weights: ExpertWeights, *options) -> ExpertWeights:
+    """options: of `quantize`."""
+
+    def each(weight):
+        return jax.jit(jax.vmap(lambda w: quantize(w, *options)))(weight)
+
+    return replace(weights, gate_up=each(weights.gate_up), down=each(weights.down))
 
 
 @pytest.mark.slow
 def test_int8_experts_are_what_products_with_int8_weights_say():
     """One expert after the other, by the definition of such a product; and near to what was rounded."""
     given = arguments(bias=True)
-    weights = in_int8(given["weights"])
+    weights = quantized(given["weights"], "int8")
     out = np.asarray(compute()(**given | {"weights": weights}))
     expected = np.zeros_like(out)
     for expert in range(NUM_EXPERTS):
-        gate_up = QuantizedWeight(data=weights.gate_up[expert], scale=weights.gate_up_scale[expert])
-        down = QuantizedWeight(data=weights.down[expert], scale=weights.down_scale[expert])
-        hidden = quant_matmul(given["x"], gate_up, round_x=True)
+        hidden = quant_matmul(given["x"], weights.gate_up[expert], round_x=True)
         hidden = swiglu(hidden + weights.gate_up_bias[expert][None])
-        result = quant_matmul(hidden, down, round_x=True) + weights.down_bias[expert][None]
+        result = (
+            quant_matmul(hidden, weights.down[expert], round_x=True)
+            + weights.down_bias[expert][None]
+        )
         share = jnp.where(given["chosen"] == expert, given["shares"], 0.0).sum(axis=-1)
         expected += np.asarray(share[:, None] * result)
     exact = np.asarray(compute()(**given))
@@ -180,11 +177,62 @@ def test_int8_experts_are_what_products_with_int8_weights_say():
     assert 1e-4 * scale < np.sqrt(np.mean((out - exact) ** 2)) < 2e-2 * scale
 
 
+PACKED = [("int4", 32), ("int8", 32), ("fp8_e4m3", 64), ("fp8_e4m3", None)]
+
+
+@pytest.mark.parametrize(("format", "group_size"), PACKED)
+def test_packed_experts_are_what_their_dequantised_weights_are(format, group_size):
+    """With padding, and an expert without tokens; alone and shared by four devices."""
+    given = wide_arguments(jnp.float32)
+    packed = quantized(given["weights"], format, group_size)
+    floats = replace(packed, gate_up=in_floats(packed.gate_up), down=in_floats(packed.down))
+    expected = np.asarray(compute()(**given | {"weights": floats}))
+    out = np.asarray(compute()(**given | {"weights": packed}))
+    np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
+    padding = np.asarray(given["chosen"][:, 0]) == NUM_EXPERTS
+    assert not out[padding].any() and out[~padding].all()
+    mesh = Mesh(np.array(jax.devices()[:4]), (TENSOR,))
+    divided = compute(ExpertsKernel(None, mesh=mesh, divided=True))(**given | {"weights": packed})
+    np.testing.assert_allclose(divided, out, atol=1e-5 * np.abs(out).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("format", "group_size"), [("int4", 128), ("fp8_e4m3", 128)])
+def test_packed_experts_on_a_tpu_are_those_on_a_cpu(format, group_size):
+    """The kernel interpreted, on one device and with experts shared by two. XLA rounds scaled int4 to bfloat16."""
+    given = wide_arguments(jnp.bfloat16)
+    given["weights"] = quantized(given["weights"], format, group_size)
+    expected = np.asarray(compute()(**given))
+    mesh = Mesh(np.array(jax.devices()[:2]), (TENSOR,))
+    for options in ({}, {"mesh": mesh, "divided": True}):
+        with pltpu.force_tpu_interpret_mode():
+            out = compute(ExpertsKernel("tpu", tpu.DEFAULT, **options))(**given)
+        np.testing.assert_allclose(out, expected, atol=1e-2 * np.abs(expected).max())
+
+
+def wide_arguments(dtype) -> dict:
+    """`arguments` with 256 inputs and outputs, which are divided into groups."""
+    given, rng = arguments(bias=False), np.random.default_rng(1)
+
+    def random(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    weights = ExpertWeights(
+        gate_up=random(NUM_EXPERTS, 512, 256), down=random(NUM_EXPERTS, 256, 256)
+    )
+    return given | {"x": random(NUM_TOKENS, 256), "weights": weights}
+
+
+@jax.jit
+def in_floats(weights: QuantizedWeight) -> jax.Array:
+    return jax.vmap(dequantize)(weights)
+
+
 @pytest.mark.slow
 def test_int8_experts_on_a_tpu_are_those_on_a_cpu():
     """The kernel interpreted, on one device and with experts shared by two."""
     given = arguments(bias=False)
-    given["weights"] = in_int8(given["weights"])
+    given["weights"] = quantized(given["weights"], "int8")
     expected = np.asarray(compute()(**given))
     mesh = Mesh(np.array(jax.devices()[:2]), (TENSOR,))
     for kernel in (
@@ -223,7 +271,7 @@ def test_devices_share_the_experts_and_exchange_one_sum():
 @pytest.mark.slow
 def test_devices_share_experts_in_int8():
     given = arguments(bias=True)
-    given["weights"] = in_int8(given["weights"])
+    given["weights"] = quantized(given["weights"], "int8")
     mesh = Mesh(np.array(jax.devices()[:4]), (TENSOR,))
     divided = compute(ExpertsKernel(None, mesh=mesh, divided=True))
     np.testing.assert_allclose(divided(**given), compute()(**given), atol=1e-5)
@@ -241,7 +289,12 @@ def test_an_implementation_is_chosen_by_platform_dtype_and_sizes():
     assert chosen(Device(platform="cpu")).chosen == XLA
     tpu = Device(platform="tpu", kind="TPU v6 lite")
     assert chosen(tpu).chosen.platform == "tpu"
-    rounded = [jax.ShapeDtypeStruct((8, 256, 256), jnp.int8)] * 2
+    rounded = [
+        QuantizedWeight(
+            data=jax.ShapeDtypeStruct((8, 256, 256), jnp.int8),
+            scale=jax.ShapeDtypeStruct((8, 256), jnp.float32),
+        )
+    ] * 2
     assert choose(*rounded, tpu).chosen.platform == "tpu"
     refused = chosen(tpu, "float16")
     assert refused.chosen == XLA and "x is float16" in str(refused.reason)
