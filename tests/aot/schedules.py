@@ -43,7 +43,12 @@ CALLS = {
         "fp8_e4m3-groups-8x3584x37888",
         "fp8_e4m3-groups-2048x3584x37888",
     ),
-    "grouped_matmul": ("qwen3-30b-a3b-64-ours", "mixtral-8x7b-2048-ours"),
+    "grouped_matmul": (
+        "qwen3-30b-a3b-64-ours",
+        "qwen3-30b-a3b-64-int4-128",
+        "qwen3-30b-a3b-64-fp8_e4m3-128",
+        "mixtral-8x7b-2048-ours",
+    ),
     "lora": ("8-of-rank-64-32x3584x3584+512+512-bfloat16",),
     "rope": ("qwen2.5-7b-256",),
 }
