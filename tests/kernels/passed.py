@@ -90,13 +90,14 @@ def _path(file: str) -> Path:
 
 
 def _run(file: str) -> int:
-    """Run the slow tests of a file in this process, which imports what they depend on and nothing else."""
-    recorder = Recorder()
+    """Run the slow tests of a file in this process, which imports what they depend on and, before, what records."""
+    recorder, before = Recorder(), set(sources.of_this_process().modules)
     _path(file).unlink(missing_ok=True)
-    code = pytest.main(["-q", "-n", "0", "-m", "slow", file], plugins=[recorder])
+    code = pytest.main(["-q", "-m", "slow", file], plugins=[recorder])
     if code == pytest.ExitCode.OK and recorder.passed:
-        record = Record(sources=sources.of_this_process(), tests=frozenset(recorder.passed))
-        write(file, record)
+        modules = tuple(m for m in sources.of_this_process().modules if m not in before)
+        made_of = Sources(modules=modules, hash=sources._hash(modules))
+        write(file, Record(sources=made_of, tests=frozenset(recorder.passed)))
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
 
 
