@@ -21,9 +21,8 @@ class Case:
     num_rows: int
     num_inputs: int = 128
     num_outputs: int = 256
-    dtype: str = (
-        "bfloat16"  # of x, and of weights without a format; "int8": x is rounded for int8 weights
-    )
+    # Of x, and of weights without a format; "int8": x is rounded for int8 weights.
+    dtype: str = "bfloat16"
     format: str | None = None  # of quantized weights
     group_size: int | None = None  # None: int8 and fp8 have a scale per output
     symmetric: bool = False  # int4 without zeros

@@ -117,8 +117,7 @@ def _look(arguments: tuple, compiled: Any, log: str) -> dict[str, Any]:
         "out_bytes": 4 * x.shape[0] * weights.shape[1],
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "kernels": len(kernel_calls(contents)),
-        "copies": list(
-            copies_of_size(contents, [arrays[0].shape])
-        ),  # of quantized weights the data
+        # Of quantized weights the data.
+        "copies": list(copies_of_size(contents, [arrays[0].shape])),
         "ptxas": ptxas.report(log),
     }
