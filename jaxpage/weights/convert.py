@@ -18,7 +18,7 @@ from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.hub import is_url, local_folder, small_files
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.registry import build, tensor_name
-from jaxpage.weights.load import has_floats, open_safetensors
+from jaxpage.weights.load import open_safetensors
 from jaxpage.weights.orbax import find_tree, open_tree
 from jaxpage.weights.quantized_layers import forget
 from jaxpage.weights.restore import Wanted, find_places, read_parameters
@@ -84,12 +84,17 @@ def _of_safetensors(model: CausalLM, folder: str, hf_config: Any) -> dict[str, A
         raise ValueError(
             f"{folder} has {listed(unused)}: only the text part of it can be converted"
         )
-    floats = {name for name, tensor in tensors.items() if has_floats(tensor)}
+    # Of a layer's experts the first may be 16-bit floats and others quantised, which are read as float32.
+    in_float32 = {
+        tensor_name(model.config, name)
+        for name, tensor in tensors.items()
+        if tensor.is_supported and tensor.dtype == np.float32
+    }
     dtype = _dtype(hf_config)
 
     def read(stored: Stored) -> np.ndarray:
         array = stored.read()
-        is_dequantised = stored.name not in floats and stored.dtype == np.float32
+        is_dequantised = stored.dtype == np.float32 and stored.name not in in_float32
         return array.astype(dtype) if is_dequantised else array
 
     found = open_safetensors(model, folder, hf_config=hf_config)

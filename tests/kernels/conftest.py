@@ -49,9 +49,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
-@pytest.hookimpl(
-    trylast=True
-)  # after the deselection by markers, so that only tests count that would run
+# After the deselection by markers, so that only tests count that would run.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("unless_passed"):
         return

@@ -33,7 +33,7 @@ from jaxpage.weights.load import load, quantization_of_checkpoint
 from jaxpage.weights.save import save
 from jaxpage.weights.spec import variables
 from jaxpage.weights.transform import join_projections
-from tests import checkpoints
+from tests import checkpoints, mixtures
 from tests.quantized_checkpoints import FORMATS, write
 from tests.weights import trees
 
@@ -289,6 +289,19 @@ def test_quantised_weights_are_dequantised_to_the_dtype_of_the_config(tmp_path):
         assert "quantization_config" not in json.loads(
             (tmp_path / name / "config.json").read_text()
         )
+
+
+@pytest.mark.parametrize("which", ["0", "1"])
+def test_experts_that_are_partly_floats_get_the_dtype_of_the_config(which, tmp_path):
+    """Also where the first one is not quantised."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    mixtures.build("qwen3_moe", 0, tmp_path / "source", **sizes)
+    ignored = ["lm_head", f"re:.*experts.{which}[.]"]
+    form = FORMATS["awq-g32"]
+    written = write(tmp_path / "source", tmp_path / "quantised", form, ignore=ignored)
+    stored = tensors(convert(tmp_path / "quantised", tmp_path / "direct", format="safetensors"))
+    assert stored.keys() == written.keys()
+    assert {tensor.dtype for tensor in stored.values()} == {np.dtype(np.float16)}
 
 
 def test_the_text_part_may_say_how_weights_are_quantised(demo, tmp_path):

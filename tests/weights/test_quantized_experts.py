@@ -148,7 +148,7 @@ def test_all_experts_in_a_tensor_of_floats(source, tmp_path):
 
 
 DAMAGED = {
-    "an expert is missing": ("qweight", None, "lacks .*qzeros|lacks it|lacks .*qweight"),
+    "an expert is missing": ("qweight", None, "the checkpoint lacks it"),
     "an expert's scales have another shape": ("scales", np.s_[:-1], "not divided|config.json says"),
     "an expert has too few outputs": ("qweight", np.s_[:, :-1], "should be floats"),
 }
@@ -187,7 +187,5 @@ def test_packed_experts_are_not_saved(source, tmp_path):
     path = tmp_path / "awq"
     write(source, path, FORMATS["awq-g128"])
     model = load(abstract(path), path, use_tqdm=False)
-    with pytest.raises(
-        ValueError, match=r"_scale .* is what an engine made|is what an engine made"
-    ):
+    with pytest.raises(ValueError, match=r"experts.down_proj_scale .* is what an engine made"):
         save(model, tmp_path / "saved", files=path, format="safetensors")
