@@ -40,7 +40,7 @@ class Counters:
     num_drafts: int = 0  # rows with drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # drafts that were right
-    num_accepted_per_position: list[int] = field(default_factory=list)  # by place in their draft
+    accepted_per_position: list[int] = field(default_factory=list)  # by place in their draft
     # tokens routed to each expert of each layer that has experts, int64[L, X]; empty if not counted
     expert_load: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
@@ -77,7 +77,7 @@ class Counters:
     def _count_accepted(self, number: int) -> None:
         """Count the right tokens of a draft: its first `number`."""
         self.num_accepted_tokens += number
-        by_position = self.num_accepted_per_position
+        by_position = self.accepted_per_position
         by_position.extend([0] * (number - len(by_position)))
         for position in range(number):
             by_position[position] += 1

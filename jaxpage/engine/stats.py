@@ -45,7 +45,7 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     # how many drafts were right up to each place, the first one first; until the last that ever was
-    num_accepted_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
     num_weight_changes: int = 0  # how often parameters were replaced
     num_encoded_pictures: int = 0  # videos included; one encoded twice counts twice
     # With `record_expert_load`, for each layer that has experts: how many tokens were routed to each of them.
@@ -77,7 +77,7 @@ def engine_stats(scheduler: Scheduler, num_recompiles: int) -> EngineStats:
     counters, pool, tier = scheduler.counters, scheduler.kv.pool, scheduler.kv.tier
     load = tuple(map(tuple, counters.expert_load.tolist()))
     counted: dict[str, Any] = dataclasses.asdict(counters) | {"expert_load": load}
-    counted["num_accepted_per_position"] = tuple(counters.num_accepted_per_position)
+    counted["accepted_per_position"] = tuple(counters.accepted_per_position)
     return EngineStats(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
@@ -98,16 +98,16 @@ def engine_stats(scheduler: Scheduler, num_recompiles: int) -> EngineStats:
 
 def total(parts: Sequence[EngineStats]) -> EngineStats:
     """The sum of several engines' counters. Tokens of a restarted request count each time."""
-    others = ("expert_load", "replicas", "num_accepted_per_position")
+    others = ("expert_load", "replicas", "accepted_per_position")
     names = [field.name for field in dataclasses.fields(EngineStats) if field.name not in others]
     numbers: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
     usage = numbers["num_blocks_used"] / max(numbers["num_blocks"], 1)
     numbers["kv_cache_usage"] = usage
-    positions = itertools.zip_longest(*(p.num_accepted_per_position for p in parts), fillvalue=0)
+    positions = itertools.zip_longest(*(p.accepted_per_position for p in parts), fillvalue=0)
     return EngineStats(
         **numbers,
         expert_load=_total_load(parts),
-        num_accepted_per_position=tuple(map(sum, positions)),
+        accepted_per_position=tuple(map(sum, positions)),
         replicas=tuple(parts),
     )
 

@@ -153,7 +153,7 @@ class EngineMetrics:
 
     def _accepted_by_position(self, parts: Sequence[EngineStats], num_positions: int) -> Metric:
         def counts(part: EngineStats) -> list[Sample]:
-            known = dict(enumerate(part.num_accepted_per_position))
+            known = dict(enumerate(part.accepted_per_position))
             return [({"position": str(i)}, known.get(i, 0)) for i in range(num_positions)]
 
         return self._counter(

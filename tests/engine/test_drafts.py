@@ -95,13 +95,13 @@ def test_right_drafts_save_steps_and_are_counted():
     stats = engine.stats()
     assert stats.num_steps < plain.stats().num_steps
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens <= 4 * stats.num_drafts
-    by_position = stats.num_accepted_per_position
+    by_position = stats.accepted_per_position
     assert sum(by_position) == stats.num_accepted_tokens and len(by_position) == 4
     # A token is right only after all before it.
     assert list(by_position) == sorted(by_position, reverse=True)
     assert by_position[0] <= stats.num_drafts
-    both = total([stats, replace(stats, num_accepted_per_position=(1,))])
-    assert both.num_accepted_per_position == (by_position[0] + 1, *by_position[1:])
+    both = total([stats, replace(stats, accepted_per_position=(1,))])
+    assert both.accepted_per_position == (by_position[0] + 1, *by_position[1:])
     assert stats.generation_tokens == plain.stats().generation_tokens
     # Nothing is computed twice but what stood in the place of a wrong draft.
     wrong = stats.num_draft_tokens - stats.num_accepted_tokens

@@ -86,7 +86,7 @@ def test_names_types_and_labels_are_vllms():
 
 def test_accepted_tokens_are_counted_by_position():
     llm, metrics = make_metrics(num_drafts=3)
-    llm.tell(num_accepted_per_position=(5, 2))
+    llm.tell(accepted_per_position=(5, 2))
     found, name = scrape(metrics), "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert [found[name, f"position={i}"] for i in range(3)] == [5, 2, 0]
 
