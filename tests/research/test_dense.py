@@ -14,7 +14,7 @@ from tests import checkpoints
 TOKENS = np.random.default_rng(0).integers(3, checkpoints.VOCAB_SIZE, (2, 20))
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma2"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.slow), "gemma2"])
 def case(request, tmp_path_factory):
     """A module, and what transformers says of its inside."""
     path = checkpoints.build(request.param, 0, tmp_path_factory.mktemp(request.param))
