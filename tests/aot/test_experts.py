@@ -46,7 +46,12 @@ def test_experts_of_quantised_checkpoints_take_as_much_memory_as_there(found):
 
 
 # As whose dtype XLA has them; integers of 4 bits are bytes, and so is fp8 on its way to VMEM.
-STORED = {None: ("bf16",), "int8": ("s8",), "awq": ("u8", "s8"), "fp8": ("f8e4m3fn", "s8")}
+STORED = {
+    None: ("bf16",),
+    "int8": ("s8", "bf16"),
+    "awq": ("u8", "s8"),
+    "fp8": ("f8e4m3fn", "s8", "bf16"),
+}
 
 
 def weight_copies(case: Case, each: dict) -> list[str]:

@@ -32,7 +32,8 @@ def test_one_kernel_reads_the_weights_where_they_are(target):
         assert each["kernels"] == 1 and each["copies"] == [], each
         # Rows are padded to whole tiles, and rows of no group become 0 in a second array.
         most = each["x_bytes"] + each["out_bytes"] + 2**21
-        if target == "h200":  # each tile has a place of its own for results
+        # There each tile of rows that are not rounded has a place of its own for results.
+        if target == "h200" and ("int4" in each["name"] or "fp8" in each["name"]):
             model = next(model for model in cases.MODELS if each["name"].startswith(model.name))
             most += 4 * model.num_outputs * model.num_groups * (64 + 8)
         assert each["temp_bytes"] <= most, each
