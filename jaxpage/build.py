@@ -245,15 +245,14 @@ def make_runner(
 
     With several `hosts`, sizes are those of the smallest. `bind`: see `build`.
     """
-    config, model = spec.config, spec.model
+    config = spec.config
     use_persistent_cache(config.compilation_cache_dir)
-    if bind is not None:
-        pass
-    elif config.load_format == "dummy":
-        initialise(model, seed=config.seed, mesh=spec.mesh)
-    else:
-        use_tqdm = use_tqdm and config.use_tqdm_on_load
-        load(model, config.model, mesh=spec.mesh, use_tqdm=use_tqdm, hf_config=spec.hf_config)
+    use_tqdm = use_tqdm and config.use_tqdm_on_load
+    for model, folder, hf_config, _ in spec.models if bind is None else ():
+        if config.load_format == "dummy":
+            initialise(model, seed=config.seed, mesh=spec.mesh)
+        else:
+            load(model, folder, mesh=spec.mesh, use_tqdm=use_tqdm, hf_config=hf_config)
     slow_products = spec.transform_weights(join=bind is None)
     spec = spec if bind is None else bind(spec)
     sized, runner = _size_runner(spec, hosts)
@@ -296,14 +295,10 @@ def _size_runner(spec: EngineSpec, hosts: Hosts | None) -> tuple[EngineSpec, Run
     if reason:
         logger.debug("cached executables in %s do not match this start: %s", cache.root, reason)
     runner = Runner(
-        sized.model,
-        buckets=sized.buckets,
-        pool_spec=sized.pool,
-        step_spec=sized.step_spec,
+        sized.lowerings(),
         ahead_of_time=not sized.config.enforce_eager,
         host_memory=_make_host_memory(sized),
         store=store,
-        mesh=sized.mesh,
     )
     return sized, runner
 

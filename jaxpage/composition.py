@@ -235,8 +235,7 @@ def measured_step_memory(spec: EngineSpec, bucket: Bucket) -> int:
             compile_program(name, lowerings.programs[name])
             for name in (
                 *bucket.programs(bucket.num_rows),
-                *lowerings.verifiers[-1:],
-                *lowerings.encoders[-1:],
+                *(name for names in lowerings.of_features for name in names[-1:]),
             )
         ]
     return lowerings.state_bytes + step_bytes(programs)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpage.checkpoint_config import CheckpointValues
+from jaxpage.default_sizes import BLOCK_SIZES, batch_limits
 from jaxpage.environment import resolve_cache_dir
 from jaxpage.hub import is_url, local_folder, small_files
 from jaxpage.pictures.options import check_picture_options, most_of
@@ -335,8 +336,15 @@ class EngineConfig:
             revision = self.tokenizer_revision or self.revision
             options |= {"revision": revision, "needs_weights": False}
             tokenizer = local_folder("tokenizer", tokenizer, **options)
+        speculative = self.speculative_config
+        if isinstance(speculative, SpeculativeConfig):
+            speculative = speculative.with_local_files(**options | {"needs_weights": needs})
         return dataclasses.replace(
-            self, model=model, hf_config_path=hf_config_path, tokenizer=tokenizer
+            self,
+            model=model,
+            hf_config_path=hf_config_path,
+            tokenizer=tokenizer,
+            speculative_config=speculative,
         )
 
     @property
@@ -357,9 +365,9 @@ class EngineConfig:
         `platform` is jax's ("cpu", "gpu", "tpu"), `device_kind` jax's name of a device, `device_memory` its bytes.
         Raises ValueError if `max_model_len` exceeds the model's limit.
         """
-        if platform not in _BLOCK_SIZES:
-            raise ValueError(f"platform must be one of {', '.join(_BLOCK_SIZES)}, got {platform!r}")
-        default_seqs, default_tokens = _batch_limits(platform, device_kind, device_memory)
+        if platform not in BLOCK_SIZES:
+            raise ValueError(f"platform must be one of {', '.join(BLOCK_SIZES)}, got {platform!r}")
+        default_seqs, default_tokens = batch_limits(platform, device_kind, device_memory)
         max_model_len = self._resolve_max_model_len(hf_config)
         max_num_seqs = self.max_num_seqs or default_seqs
         # No step needs more tokens than all sequences at full length, and each sequence needs at least one.
@@ -376,7 +384,7 @@ class EngineConfig:
             "kv_cache_dtype": _resolve_kv_cache_dtype(self.kv_cache_dtype, dtype),
             "max_model_len": max_model_len,
             "fit_max_model_len": self.max_model_len in ("auto", -1),
-            "block_size": self.block_size or _BLOCK_SIZES[platform],
+            "block_size": self.block_size or BLOCK_SIZES[platform],
             "kv_cache_memory_bytes": self.kv_cache_memory_bytes
             and _parse_count("kv_cache_memory_bytes", self.kv_cache_memory_bytes),
             "mm_encoder_cache_bytes": self.mm_encoder_cache_bytes
@@ -446,6 +454,16 @@ class ResolvedConfig(EngineConfig, CheckpointValues):
     fit_max_model_len: bool = False  # lower `max_model_len` to what fits the KV memory
 
     @property
+    def blocks_per_row(self) -> int:
+        """Entries in a row of a block table."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def draft_model(self) -> str | None:
+        """The folder of the draft model, if there is one."""
+        return self.speculative_config.model if self.speculative_config else None
+
+    @property
     def num_drafts(self) -> int:
         """The most tokens of a sequence that are guessed in one step."""
         return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
@@ -455,27 +473,6 @@ class ResolvedConfig(EngineConfig, CheckpointValues):
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.repr}
         width = max(map(len, values))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in values.items())
-
-
-_BLOCK_SIZES = {"cpu": 16, "gpu": 64, "tpu": 128}
-_TPU_TOKENS = (("v6", 2048), ("v5 lite", 1024), ("v5e", 1024), ("v5", 512))
-_GIB = 2**30
-
-
-def _batch_limits(platform: str, device_kind: str, device_memory: int | None) -> tuple[int, int]:
-    """Default (max_num_seqs, max_num_batched_tokens): vLLM's for offline use, with half as many tokens on a CPU.
-
-    Two cores compute 2048 tokens of a 0.5B model in four seconds, and all other requests wait for the step.
-    """
-    if platform == "cpu":
-        return 256, 2048
-    if platform == "tpu":
-        tokens = (n for name, n in _TPU_TOKENS if name in device_kind.lower())
-        return 256, next(tokens, 2048)
-    # 70 GiB distinguishes H100 and newer GPUs from the rest, except for the slower 80 GB A100.
-    if (device_memory or 0) >= 70 * _GIB and "a100" not in device_kind.lower():
-        return 1024, 16384
-    return 256, 8192
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -36,8 +36,13 @@ class DeviceMemory:
     def __init__(self, spec: EngineSpec, engine: Engine, runner: Runner):
         self._spec, self._engine, self._runner = spec, engine, runner
         self._variables = _own_variables(spec.model)
+        self._of_drafts: dict[str, nnx.Variable] = {}  # nothing replaces them
+        if spec.draft_model is not None:
+            found = _own_variables(spec.draft_model.model)
+            self._of_drafts = {f"draft_model.{path}": each for path, each in found.items()}
         self._places: dict[str, Sharding] = {
-            path: variable.get_raw_value().sharding for path, variable in self._variables.items()
+            path: variable.get_raw_value().sharding
+            for path, variable in (self._variables | self._of_drafts).items()
         }
         self._has_pool = True
         self._on_host = False  # the parameters
@@ -73,7 +78,7 @@ class DeviceMemory:
         # Weights alone are quantised as the engine's own.
         hf_config = None if quantization_config_in(folder) else spec.hf_config
         load(model, folder, mesh=mesh, use_tqdm=False, hf_config=hf_config)
-        replace(spec, config=config, model=model).transform_weights()
+        replace(spec, config=config, model=model, draft_model=None).transform_weights()
         return {path: each.get_raw_value() for path, each in _own_variables(model).items()}
 
     def replace_weights(self, arrays: Arrays, *, keep_cache: bool) -> int:
@@ -87,36 +92,43 @@ class DeviceMemory:
         for path, variable in self._variables.items():
             variable.set_raw_value(None)
             variable.set_raw_value(_put(arrays[path], self._places[path]))
+        self._restore(self._of_drafts)
         self._are_lost = self._on_host = False
         return self._engine.notice_weight_changes(keep_cache=keep_cache)
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Free the KV pool, so that running requests are recomputed later, and the parameters, which move to the host
-        or are discarded.
+        or are discarded. Those of a draft model always move to the host.
         """
         if self._has_pool:
             self._engine.reset_prefix_cache(reset_running_requests=True)
             self._runner.free_pool()
             self._has_pool = False
+        moved = list(self._of_drafts.values())
         if keep_weights and not (self._on_host or self._are_lost):
-            for variable in self._variables.values():
-                variable.set_raw_value(np.asarray(variable.get_raw_value()))
+            moved += self._variables.values()
             self._on_host = True
         elif not keep_weights:
             for variable in self._variables.values():
                 variable.set_raw_value(None)
             self._on_host, self._are_lost = False, True
+        for variable in moved:
+            variable.set_raw_value(np.asarray(variable.get_raw_value()))
 
     def wake_up(self, tags: Collection[str] = TAGS) -> None:
         """Restore the parts in `tags`, unless the parameters were discarded. Nothing is compiled."""
         if "weights" in tags and self._on_host:
-            for path, variable in self._variables.items():
-                variable.set_raw_value(_put(variable.get_raw_value(), self._places[path]))
+            self._restore(self._variables | self._of_drafts)
             self._on_host = False
             self._runner.weights_moved()
         if "kv_cache" in tags and not self._has_pool:
             self._runner.recover()
             self._has_pool = True
+
+    def _restore(self, variables: Mapping[str, nnx.Variable]) -> None:
+        """Move parameters from the host to where they belong."""
+        for path, variable in variables.items():
+            variable.set_raw_value(_put(variable.get_raw_value(), self._places[path]))
 
 
 def needed(memory: DeviceMemory | None) -> DeviceMemory:

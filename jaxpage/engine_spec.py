@@ -7,31 +7,28 @@ topology. Must not know where weights come from, how many blocks fit, or when pr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.device import Device
+from jaxpage.draft_model import DraftModel, make_draft_model
+from jaxpage.kernel_choice import Kernels
 from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.lora import attach_adapters
 from jaxpage.models.taps import residual_points
-from jaxpage.ops import attention, lora, matmul
-from jaxpage.ops import experts as ops_experts
-from jaxpage.ops.implementations import Choice
-from jaxpage.parallel.heads import share_heads
-from jaxpage.parallel.sharding import sharding
+from jaxpage.ops import attention
 from jaxpage.pictures.border import PictureProcessor
+from jaxpage.pool_choice import choose_pool
 from jaxpage.research_config import ResearchConfig, ResearchSpec
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.encoder import make_picture_spec
@@ -43,13 +40,6 @@ from jaxpage.sampling.features import processors_of
 from jaxpage.weights.abstract import abstract_model
 from jaxpage.weights.quantization import Quantization
 from jaxpage.weights.spec import ParamSpec, specs
-from jaxpage.weights.transform import (
-    choose_experts,
-    choose_products,
-    choose_quantized_products,
-    join_projections,
-    quantize,
-)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,6 +47,15 @@ if TYPE_CHECKING:
 
 # Prompt tokens scored at a time: 39 MB of logits for a vocabulary of 152 k, whatever the length of the prompt.
 _MOST_SCORED = 64
+
+
+class LoadedModel(NamedTuple):
+    """A model of an engine, and what its parameters are loaded from."""
+
+    model: CausalLM
+    folder: str
+    hf_config: PretrainedConfig
+    quantization: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +76,7 @@ class EngineSpec:
     groups: KVGroups
     pool: KVPoolSpec  # num_blocks=0 until it is sized
     no_kernel_reason: str | None  # why attention runs in XLA, if a kernel exists for it
+    draft_model: DraftModel | None = None
 
     @property
     def attention(self) -> str:
@@ -124,7 +124,7 @@ class EngineSpec:
         return StepSpec(
             block_size=config.block_size,
             max_model_len=config.max_model_len,
-            num_blocks_per_row=_blocks_per_row(config),
+            num_blocks_per_row=config.blocks_per_row,
             groups=self.groups,
             num_slots=config.max_num_seqs + 1,
             vocab_size=size,
@@ -132,6 +132,7 @@ class EngineSpec:
             dtype=model.dtype,
             decode_steps=config.decode_steps,
             num_drafts=config.num_drafts,
+            has_draft_model=self.draft_model is not None,
             num_top_logprobs=size if config.max_logprobs == -1 else min(config.max_logprobs, size),
             logprobs_mode=config.logprobs_mode,
             num_scored=min(_MOST_SCORED, self.buckets[-1].num_rows),
@@ -184,76 +185,50 @@ class EngineSpec:
             self.hf_config, folder, tokenizer=tokenizer, options=options
         )
 
+    @property
+    def pools(self) -> list[KVPoolSpec]:
+        """The pool of the model, and of the draft model."""
+        return [self.pool, *([self.draft_model.pool] if self.draft_model else [])]
+
+    @property
+    def models(self) -> list[LoadedModel]:
+        """The model, and the draft model."""
+        config, drafts = self.config, self.draft_model
+        found = [LoadedModel(self.model, config.model, self.hf_config, config.quantization)]
+        if drafts is not None:
+            found.append(
+                LoadedModel(drafts.model, drafts.folder, drafts.hf_config, drafts.quantization)
+            )
+        return found
+
+    @property
+    def kernels(self) -> Kernels:
+        """Which kernels serve the models' weights."""
+        return Kernels(self.hardware, self.mesh, self.model.config.dtype)
+
     def transform_weights(self, *, join: bool = True) -> set[str]:
-        """Join and quantize the model's parameters in place, arrays or shapes, choose kernels, and add parameters for
+        """Join and quantize the models' parameters in place, arrays or shapes, choose kernels, and add parameters for
         adapters. Call once, before `lowerings`. `join=False` keeps parameters apart, as trainers do.
 
         Returns lines that say which products run in plain XLA although a kernel exists, and why.
         """
-        config, lines = self.config, set()
-
-        def note(what: str, reasons: set[str]) -> None:
-            lines.update(f"{what} run in plain XLA: {reason}" for reason in reasons)
-
-        if join and self.num_devices == 1:  # a joined weight cannot be divided evenly
-            join_projections(self.model)
-        if config.quantization == "int8":
-            note("int8 products", quantize(self.model, self.choose_matmul))
-        else:
-            reasons = choose_quantized_products(self.model, self.choose_matmul)
-            note(f"{config.quantization} products", reasons)
-        # The kernel has no gradient, which trainers and researchers need, and strict steps need XLA's sums.
-        if join and config.numerics != "strict" and config.research is None:
-            choose_products(self.model, self.choose_matmul)
-        note("experts", choose_experts(self.model, self.choose_experts))
+        config, kernels = self.config, self.kernels
+        # No kernel of floats has a gradient, which trainers and researchers need, and strict steps need XLA's sums.
+        floats = join and config.numerics != "strict" and config.research is None
+        lines = set[str]()
+        for each in self.models:
+            lines |= kernels.transform(each.model, each.quantization, join=join, floats=floats)
         if config.enable_lora:
             sizes = {"num_slots": config.max_loras, "rank": config.max_lora_rank}
-            choose = partial(self.choose_lora, num_slots=config.max_loras)
-            note("adapters", attach_adapters(self.model, **sizes, mesh=self.mesh, choose=choose))
+            lines |= kernels.attach_adapters(self.model, **sizes)
         return lines
-
-    def choose_matmul(
-        self, weight: matmul.Weight, axes: tuple[str, ...], units: tuple[int, ...]
-    ) -> Choice[matmul.MatmulKernel]:
-        """The kernel for a weight of the model, whose axes `parallel.sharding` knows."""
-        mesh, spec = None, PartitionSpec()
-        if self.mesh is not None and self.num_devices > 1:
-            where = sharding(self.mesh, axes, units)
-            assert isinstance(where, NamedSharding)
-            mesh, spec = self.mesh, where.spec
-        dtype = self.model.config.dtype
-        return matmul.choose(weight, self.hardware, mesh=mesh, spec=spec, dtype=dtype)
-
-    def choose_experts(
-        self, gate_up: ops_experts.Weights, down: ops_experts.Weights
-    ) -> Choice[ops_experts.ExpertsKernel]:
-        """The kernel for a mixture of experts with these weights."""
-        mesh, num_experts = self.mesh if self.num_devices > 1 else None, gate_up.shape[0]
-        divided = mesh is not None and num_experts % mesh.size == 0
-
-        def share(array: Any) -> jax.ShapeDtypeStruct:
-            of_device = num_experts // self.num_devices if divided else num_experts
-            return jax.ShapeDtypeStruct((of_device, *array.shape[1:]), array.dtype)
-
-        return ops_experts.choose(
-            jax.tree.map(share, gate_up),
-            jax.tree.map(share, down),
-            self.hardware,
-            mesh=mesh,
-            divided=divided,
-            dtype=self.model.config.dtype,
-        )
-
-    def choose_lora(
-        self, a: lora.Half, b: Sequence[lora.Half], num_slots: int
-    ) -> Choice[lora.LoraKernel]:
-        """The kernel for `num_slots` adapters with these halves."""
-        options = {"num_slots": num_slots, "num_devices": self.num_devices}
-        return lora.choose(a, b, self.hardware, **options)
 
     def with_blocks(self, num_blocks: int) -> EngineSpec:
         """The same with a pool of `num_blocks` blocks."""
-        return replace(self, pool=replace(self.pool, num_blocks=num_blocks))
+        drafts = self.draft_model
+        if drafts is not None:
+            drafts = replace(drafts, pool=replace(drafts.pool, num_blocks=num_blocks))
+        return replace(self, pool=replace(self.pool, num_blocks=num_blocks), draft_model=drafts)
 
     @property
     def num_blocks_given(self) -> int | None:
@@ -265,15 +240,18 @@ class EngineSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a KV block on one device."""
-        return self.pool.bytes_per_block // (self.num_devices if self.pool.sharded else 1)
+        """Bytes of a KV block on one device, in all pools."""
+        num_bytes = sum(pool.bytes_per_block for pool in self.pools)
+        return num_bytes // (self.num_devices if self.pool.sharded else 1)
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes of each parameter on one device, by path."""
-        return {
-            path: _bytes_on_one_device(each, self.mesh) for path, each in specs(self.model).items()
-        }
+        """Bytes of each parameter on one device, by path; those of a draft model begin with "draft_model."."""
+        found = specs(self.model)
+        if self.draft_model is not None:
+            of_drafts = specs(self.draft_model.model)
+            found = found | {f"draft_model.{path}": each for path, each in of_drafts.items()}
+        return {path: bytes_on_one_device(each, self.mesh) for path, each in found.items()}
 
     def lowerings(self, buckets: tuple[Bucket, ...] = ()) -> Lowerings:
         """The programs of these buckets, by default of its own. Lower them inside `on_target`."""
@@ -284,6 +262,7 @@ class EngineSpec:
             step_spec=self.step_spec,
             moves_blocks=self.config.swap_space > 0,
             mesh=self.mesh,
+            draft_model=self.draft_model,
         )
 
     def on_target(self) -> AbstractContextManager[Any]:
@@ -292,10 +271,10 @@ class EngineSpec:
 
     def fingerprint(self) -> dict[str, str]:
         """Name -> text of all that its programs depend on except the machine; see `runner.program_store`."""
-        parameters = [f"{path}: {x.shape} {x.dtype}" for path, x in specs(self.model).items()]
+        parameters, drafts = _described(self.model), self.draft_model
         facts = {
             "model": repr(self.model.config),
-            "parameters": hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16],
+            "parameters": parameters,
             "KV pool": repr(self.pool),
             "steps": repr(self.step_spec),
             "rows": str(self.buckets[-1].num_rows),
@@ -303,6 +282,10 @@ class EngineSpec:
             # An executable is bound to its devices.
             "devices": ", ".join(str(device.id) for device in self.devices),
         }
+        if drafts is not None:
+            facts["draft model"] = repr(drafts.model.config)
+            facts["parameters of the draft model"] = _described(drafts.model)
+            facts["KV pool of the draft model"] = f"{drafts.pool!r} {drafts.layer_locations}"
         if self.config.nnodes > 1:
             facts["host"] = str(jax.process_index())
         return facts
@@ -342,24 +325,8 @@ def make_engine_spec(
     if config.research is not None:
         _check_research(config, model, mesh)
     groups = group_layers(model.config.windows, config.max_model_len)
-    num_devices = 1 if mesh is None else mesh.size
-    shares = share_heads(model.config.num_heads, model.config.num_kv_heads, num_devices)
-    pool = KVPoolSpec(
-        num_arrays=groups.num_arrays,
-        num_blocks=0,
-        block_size=config.block_size,
-        num_kv_heads=shares.of_pool,
-        head_dim=model.config.head_dim,
-        dtype=jnp.dtype(config.dtype),
-        format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
-        sharded=num_devices > 1,
-        platform=hardware.platform,
-    )
-    choice: Choice[KVPoolSpec] = Choice("xla", pool)
-    if config.numerics != "strict":
-        table, vision = (config.max_num_seqs, _blocks_per_row(config)), model.config.vision
-        ahead = vision is not None and vision.bidirectional
-        choice = attention.choose(pool, hardware, shares=shares, table=table, sees_ahead=ahead)
+    where: dict[str, Any] = {"hardware": hardware, "mesh": mesh}
+    choice = choose_pool(config, model.config, num_arrays=groups.num_arrays, **where)
     return EngineSpec(
         config=config,
         hf_config=hf_config,
@@ -371,6 +338,7 @@ def make_engine_spec(
         groups=groups,
         pool=choice.chosen,
         no_kernel_reason=choice.reason,
+        draft_model=make_draft_model(config, model.config, groups=groups, **where),
     )
 
 
@@ -389,11 +357,13 @@ def _check_research(config: ResolvedConfig, model: CausalLM, mesh: Mesh | None) 
     residual_points(model.config, (*config.research.points, *config.research.captures))
 
 
-def _bytes_on_one_device(parameter: ParamSpec, mesh: Mesh | None) -> int:
+def bytes_on_one_device(parameter: ParamSpec, mesh: Mesh | None) -> int:
+    """Bytes of a parameter's share, if it is divided over a mesh."""
     shape = parameter.sharding(mesh).shard_shape(parameter.shape)
     return num_bytes(jax.ShapeDtypeStruct(shape, parameter.dtype))
 
 
-def _blocks_per_row(config: ResolvedConfig) -> int:
-    """Entries in a row of a block table."""
-    return -(-config.max_model_len // config.block_size)
+def _described(model: CausalLM) -> str:
+    """A hash of its parameters' paths, shapes and dtypes."""
+    parameters = [f"{path}: {x.shape} {x.dtype}" for path, x in specs(model).items()]
+    return hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16]

@@ -41,7 +41,7 @@ class EngineFlags(EngineConfig):
     reasoning_config: JsonDict = None
     reasoning_parser: str | None = None  # how the model reasons: qwen3, deepseek_r1, openai_gptoss
     structured_outputs_config: JsonDict = None
-    # check guesses at several tokens in one step: {"method": "ngram", "num_speculative_tokens": 4}
+    # check guesses at several tokens in one step: {"method": "ngram", "num_speculative_tokens": 4}, or with a "model"
     speculative_config: Annotated[JsonDict, tyro.conf.arg(aliases=("-sc",))] = None
     limit_mm_per_prompt: JsonDict = None  # most pictures in a prompt: {"image": 4, "video": 1}
     mm_processor_kwargs: JsonDict = None  # how pictures are prepared: {"max_pixels": 1003520}

@@ -120,8 +120,10 @@ class StepPlan:
     prompt_scores: list[tuple[int, int, list[int], bool]] = field(default_factory=list)
     # (row, offsets of its tokens in this step, ascending): tokens whose values inside the model are returned
     captured: list[tuple[int, list[int]]] = field(default_factory=list)
-    # Row -> guesses at its next tokens, which are the last of its `num_tokens` and not among the known ones. The row
-    # samples once more after each guess that was right.
+    # Row -> how many guesses at its next tokens it has, which are the last of its `num_tokens` and not among the known
+    # ones. The row samples once more after each guess that was right.
+    num_drafts: dict[int, int] = field(default_factory=dict)
+    # Row -> its guesses, for all of `num_drafts`; or empty, and the draft model makes them on the device
     drafts: dict[int, list[int]] = field(default_factory=dict)
     # sampling rows that return the log-probabilities of the whole vocabulary
     vocabulary_rows: list[int] = field(default_factory=list)
@@ -142,6 +144,11 @@ class StepPlan:
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+    @property
+    def runs_draft_model(self) -> bool:
+        """Whether some rows have drafts that the host does not know."""
+        return bool(self.num_drafts) and not self.drafts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

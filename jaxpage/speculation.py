@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpage.hub import local_folder
+
+METHODS = ("ngram", "draft_model")
 _LONGEST_LOOKUP = 5  # vLLM's default
 _MOST_TOKENS = 64
 
@@ -18,20 +21,36 @@ class SpeculativeConfig:
     Method "ngram" is prompt lookup: where the last tokens of a sequence occur earlier in it, the tokens that followed
     them there are the guess (https://github.com/apoorvumang/prompt-lookup-decoding). It takes the longest occurrence of
     `prompt_lookup_min` to `prompt_lookup_max` tokens. If one of the two is not given it is the other, or 5.
+
+    Method "draft_model": a smaller model with the same tokenizer decodes the guess (https://arxiv.org/abs/2211.17192).
+    It is the method if `model` is given.
     """
 
     num_speculative_tokens: int  # most tokens that are guessed in a step
-    method: str = "ngram"
+    method: str | None = None  # one of METHODS; it becomes "draft_model" with a model, else "ngram"
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    model: str | None = None  # the draft model: a folder, or a name on the hub
+    revision: str | None = None  # of the draft model on the hub
+    # accepted for vLLM's sake: the draft model is divided over the same devices as the model
+    draft_tensor_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.method != "ngram":
+        if self.method is None:
+            object.__setattr__(self, "method", "ngram" if self.model is None else "draft_model")
+        if self.method not in METHODS:
             raise ValueError(
-                f'method of speculative_config must be "ngram" (prompt lookup), got {self.method!r}; '
-                "draft models are not supported"
+                f'method of speculative_config must be "ngram" (prompt lookup) or "draft_model", got {self.method!r}'
             )
         _check_count("num_speculative_tokens", self.num_speculative_tokens)
+        if self.method == "draft_model":
+            self._check_draft_model()
+            return
+        for name in ("model", "revision", "draft_tensor_parallel_size"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f'{name} of speculative_config is for method "draft_model", not "ngram"'
+                )
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         shortest = shortest if shortest is not None else longest
         shortest = shortest if shortest is not None else _LONGEST_LOOKUP
@@ -44,6 +63,30 @@ class SpeculativeConfig:
             )
         object.__setattr__(self, "prompt_lookup_min", shortest)
         object.__setattr__(self, "prompt_lookup_max", longest)
+
+    def with_local_files(self, **options: Any) -> SpeculativeConfig:
+        """The same with a local folder as the draft model, downloaded if necessary. options: of `hub.local_folder`.
+        Raises ValueError.
+        """
+        if self.model is None:
+            return self
+        options |= {"revision": self.revision}
+        folder = local_folder("model of speculative_config", self.model, **options)
+        return dataclasses.replace(self, model=folder)
+
+    def _check_draft_model(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ValueError(
+                'method "draft_model" of speculative_config needs a model: a folder, or a name on the hub, '
+                f"got {self.model!r}"
+            )
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f'{name} of speculative_config is for method "ngram", not "draft_model"'
+                )
+        if self.draft_tensor_parallel_size is not None:
+            _check_count("draft_tensor_parallel_size", self.draft_tensor_parallel_size)
 
 
 def to_speculative_config(value: Any) -> SpeculativeConfig | None:

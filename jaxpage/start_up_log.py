@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from jaxpage.config import ResolvedConfig
-from jaxpage.engine_spec import EngineSpec
+from jaxpage.engine_spec import EngineSpec, LoadedModel, bytes_on_one_device
 from jaxpage.hub import display_name
 from jaxpage.runner.programs import Programs
 from jaxpage.weights.spec import specs
@@ -36,6 +36,8 @@ def log_engine(spec: EngineSpec, slow_products: set[str], *, level: int = loggin
     logger.debug("%s", spec.config.describe())
     is_slow = spec.no_kernel_reason is not None and level >= logging.INFO
     logger.log(level, "%s", model_line(spec))
+    if spec.draft_model is not None:
+        logger.log(level, "%s", draft_model_line(spec))
     logger.log(logging.WARNING if is_slow else level, "%s", device_line(spec))
     logger.log(level, "%s", kv_cache_line(spec))
     if level < logging.INFO:
@@ -62,10 +64,19 @@ def log_ready(programs: Sequence[Programs], *, ahead_of_time: bool, seconds: flo
 
 
 def model_line(spec: EngineSpec) -> str:
-    count = sum(each.num_weights for each in specs(spec.model).values())
-    size = sum(spec.weight_bytes.values())
+    return f"model     {_describe(spec, spec.models[0])}"
+
+
+def draft_model_line(spec: EngineSpec) -> str:
+    return f"drafts    {_describe(spec, spec.models[1])}; at most {spec.config.num_drafts} tokens a step"
+
+
+def _describe(spec: EngineSpec, loaded: LoadedModel) -> str:
+    described = specs(loaded.model).values()
+    count = sum(each.num_weights for each in described)
+    size = sum(bytes_on_one_device(each, spec.mesh) for each in described)
     return (
-        f"model     {display_name(spec.config.model)} ({spec.model.config.architecture}), "
+        f"{display_name(loaded.folder)} ({loaded.model.config.architecture}), "
         f"{_short(count)} parameters in {spec.config.dtype}, {_short(size)}B"
         + (" on each device" if spec.num_devices > 1 else "")
     )
@@ -78,11 +89,12 @@ def device_line(spec: EngineSpec) -> str:
 
 def kv_cache_line(spec: EngineSpec) -> str:
     pool = spec.pool
+    num_bytes = sum(each.num_bytes for each in spec.pools)
     # A token has a slot in each group; the null block holds none.
     num_tokens = (pool.num_blocks - 1) * pool.block_size // len(spec.groups.windows)
     return (
         f"KV cache  {num_tokens:,} tokens in {pool.num_blocks:,} blocks of {pool.block_size}, "
-        f"{_short(pool.num_bytes)}B in {spec.config.kv_cache_dtype}; a sequence has at most "
+        f"{_short(num_bytes)}B in {spec.config.kv_cache_dtype}; a sequence has at most "
         f"{spec.config.max_model_len:,} tokens"
     )
 

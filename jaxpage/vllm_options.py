@@ -42,7 +42,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "device": ("auto",),
     },
     "give lora_request with each request": {"default_mm_loras": ()},
-    'tokens can be guessed with speculative_config={"method": "ngram", "num_speculative_tokens": 4}': {
+    'pass speculative_config={"model": NAME, "num_speculative_tokens": 4}, or "method": "ngram" and no model': {
         **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), ()),
         **dict.fromkeys(("speculative_model", "num_speculative_tokens"), ()),
         **dict.fromkeys(("ngram_prompt_lookup_max", "ngram_prompt_lookup_min"), ()),

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from jaxpage.engine.beams import Beams
-from jaxpage.engine.drafts import may_have_drafts
 from jaxpage.engine.engine import Engine
 from jaxpage.lora.request import Adapter, LoRARequest
 from jaxpage.pictures.border import Expanded, Picture
@@ -113,11 +112,9 @@ class FakeDrafts:
         self.num_tokens, self.max_model_len = num_tokens, max_model_len
 
     def drafts(self, sequence: Sequence, most: int) -> list[int]:
-        if most < 1 or not may_have_drafts(sequence.request):
-            return []
         wanted, _, _ = expected_output(sequence.request, sequence.index, self.max_model_len)
         first = sequence.num_output_tokens
-        drafts = wanted[first : first + min(most, self.num_tokens)]
+        drafts = wanted[first : first + max(most, 0)]
         wrong = hash((first, *drafts)) % 5  # which one, if there are so many
         return [(t + (i >= wrong)) % VOCAB_SIZE for i, t in enumerate(drafts)]
 
@@ -412,6 +409,16 @@ class _Slot:
         self.history.append(token_id)
         self.digests.append(extend_digest(before, token))
 
+    def guess(self, number: int) -> list[int]:
+        """What a draft model expects: what will be sampled, but for bans and every fifth token."""
+        digest, drafts = self.digests[-1], list[int]()
+        seed, index = self.admission.fields["seed"], self.admission.sequence_index
+        for _ in range(number):
+            token_id = next_token(digest, seed=seed, index=index, banned=frozenset())
+            drafts.append((token_id + (digest % 5 == 0)) % VOCAB_SIZE)
+            digest = extend_digest(digest, drafts[-1])
+        return drafts
+
 
 class FakeStore:
     """A disk that keeps block contents by hash, and can be damaged."""
@@ -538,8 +545,10 @@ class FakeRunner:
         decodes = all(count == 1 for count in plan.num_tokens) and all(plan.samples)
         plain = not (plan.admissions or plan.masks or plan.input_embeds or plan.picture_tokens)
         assert plan.num_steps == 1 or (decodes and plain)
-        for row, drafts in plan.drafts.items():
-            assert drafts and plan.num_tokens[row] == 1 + len(drafts) and plan.samples[row]
+        if not plan.runs_draft_model:
+            assert {row: len(drafts) for row, drafts in plan.drafts.items()} == plan.num_drafts
+        for row, number in plan.num_drafts.items():
+            assert number and plan.num_tokens[row] == 1 + number and plan.samples[row]
             assert plan.num_steps == 1 and row < first_late and row not in plan.masks
             assert not self._under_way, "drafts follow from tokens that the host knows"
 
@@ -575,7 +584,7 @@ class FakeRunner:
             slot = self._slots[slot_id]
             fields, adapter_slot = slot.admission.fields, slot.admission.adapter_slot
             assert self._adapters.get(adapter_slot, 0) == slot.adapter, "another adapter is there"
-            assert (plan.num_steps == 1 and row not in plan.drafts) or not fields["is_beam"]
+            assert (plan.num_steps == 1 and row not in plan.num_drafts) or not fields["is_beam"]
             assert (row in plan.masks) == (fields["is_masked"] and plan.samples[row])
             start, wanted = plan.starts[row], fields["embeds"]
             if wanted is None or start >= len(wanted) or not plan.num_tokens[row]:
@@ -628,7 +637,13 @@ class FakeRunner:
             assert slot_id in plan.slots and start == len(slot.history) and token_ids
             for token_id in token_ids:
                 slot.append(token_id, token_id)
-        for row, drafts in plan.drafts.items():
+        self._drafts = dict(plan.drafts)
+        if plan.runs_draft_model:
+            self._drafts = {
+                row: self._slots[plan.slots[row]].guess(number)
+                for row, number in plan.num_drafts.items()
+            }
+        for row, drafts in self._drafts.items():
             for token_id in drafts:  # until the row samples
                 self._slots[plan.slots[row]].append(token_id, token_id)
         admitted = {admission.slot for admission in plan.admissions}
@@ -653,7 +668,7 @@ class FakeRunner:
 
     def _run(self, plan: StepPlan) -> StepResult:
         steps, rows = plan.num_steps, plan.num_rows
-        shape = (max([steps, *(1 + len(drafts) for drafts in plan.drafts.values())]), rows)
+        shape = (max([steps, *(1 + number for number in plan.num_drafts.values())]), rows)
         result = StepResult(
             token_ids=np.zeros(shape, np.int32),
             num_sampled=np.zeros(rows, np.int32),
@@ -669,8 +684,8 @@ class FakeRunner:
                 if row < rows - plan.num_late_rows:
                     self._read(plan, row, step)
             for row in live:
-                if row in plan.drafts:
-                    self._verify(plan, row, plan.drafts[row], result)
+                if row in self._drafts:
+                    self._verify(plan, row, self._drafts[row], result)
                 elif plan.samples[row]:
                     end = plan.starts[row] + step + plan.num_tokens[row]
                     self._sample(plan, row, step, result, end)

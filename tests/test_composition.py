@@ -9,7 +9,7 @@ import logging
 import jax
 import pytest
 
-from jaxpage import engine_spec
+from jaxpage import kernel_choice
 from jaxpage.composition import (
     executable_cache,
     size,
@@ -150,7 +150,7 @@ def test_products_that_have_a_gradient_or_are_strict_stay_those_of_xla(
     options, join, has_kernels, path, monkeypatch
 ):
     chosen = []
-    monkeypatch.setattr(engine_spec, "choose_products", lambda model, _: chosen.append(model))
+    monkeypatch.setattr(kernel_choice, "choose_products", lambda model, _: chosen.append(model))
     config = EngineConfig.from_options(model=path, max_model_len=64, dtype="float32", **options)
     spec = make_engine_spec(config, device=jax.devices("cpu")[0], device_memory=None)
     spec.transform_weights(join=join)

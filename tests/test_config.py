@@ -197,7 +197,22 @@ def test_a_quant_policy_that_is_none_is_refused():
         {"structured_outputs_config": {"max_nesting": 0}},
         {"speculative_config": {"method": "ngram"}},
         {"speculative_config": {"method": "eagle", "num_speculative_tokens": 4}},
-        {"speculative_config": {"model": "draft", "num_speculative_tokens": 4}},
+        {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 4}},
+        {"speculative_config": {"model": "draft", "num_speculative_tokens": 0}},
+        {
+            "speculative_config": {
+                "model": "draft",
+                "num_speculative_tokens": 4,
+                "prompt_lookup_max": 3,
+            }
+        },
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 4,
+                "draft_tensor_parallel_size": 1,
+            }
+        },
         {"speculative_config": {"num_speculative_tokens": 0}},
         {"speculative_config": {"num_speculative_tokens": 4, "prompt_lookup_max": 0}},
         {

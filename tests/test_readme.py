@@ -200,6 +200,8 @@ SEEING = fake_vision.OPTIONS | {
 }
 # Instead of models that must be downloaded, and of the demo's: FOLDER has one with fewer layers.
 SMALL = {
+    '"model": "Qwen/Qwen2.5-0.5B-Instruct"': '"model": FOLDER',
+    '"Qwen/Qwen2.5-7B-Instruct"': "FOLDER, enforce_eager=True, max_num_seqs=8",
     '"Qwen/Qwen2.5-0.5B-Instruct"': "FOLDER, enforce_eager=True, max_num_seqs=8",
     '"Qwen/Qwen2.5-VL-3B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8, **{SEEING!r}",
     '"Qwen/Qwen3-Embedding-0.6B"': "FOLDER, runner='pooling', enforce_eager=True",

@@ -209,14 +209,14 @@ def _time(job: CompileJob, program: Program) -> dict[str, Any]:
 
 def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
     """The layers of the largest decode step, and the largest `forward` and `sample` programs. If there are any, the
-    largest `verify` program and the largest encoder.
+    largest `draft` and `verify` programs and the largest encoder.
     """
     buckets = job.spec.buckets
     decode = [bucket for bucket in buckets if bucket.decode][-1]
     layers = f"layers R={decode.num_rows}"
     forward, sample = buckets[-1].programs(buckets[-1].num_rows)
     lowerings = job.lowerings.programs | {layers: partial(job.lowerings.layers_of, decode)}
-    others = (*job.lowerings.verifiers[-1:], *job.lowerings.encoders[-1:])
+    others = tuple(name for names in job.lowerings.of_features for name in names[-1:])
     # The longest compilation first: there may be fewer threads than programs.
     order = (forward, sample, layers, *others)
     report({"compiling": order})
@@ -310,7 +310,7 @@ def _in_int8(spec: EngineSpec) -> dict[str, int | None]:
     weights = block = None
     if spec.config.quantization in (None, "dequantize"):
         model = nnx.clone(spec.model)
-        quantize(model, spec.choose_matmul)
+        quantize(model, spec.kernels.of_matmul)
         weights = sum(dataclasses.replace(spec, model=model).weight_bytes.values())
     if spec.pool.format is None:
         pool = dataclasses.replace(spec.pool, format="int8")

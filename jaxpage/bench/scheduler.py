@@ -28,7 +28,8 @@ from jaxpage.llm import LLM
 from jaxpage.plan import StepPlan, StepResult
 from jaxpage.runner.buckets import Bucket, StepPrograms
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.pack import pack, step_layout
+from jaxpage.runner.layouts import step_layout
+from jaxpage.runner.pack import pack
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.tokenizer import load_tokenizer
 

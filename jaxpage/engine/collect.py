@@ -47,7 +47,7 @@ def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
         if request.beams is None:
             if num_sampled[row] < len(sampled):
                 sampled = sampled[: num_sampled[row]]
-            if row in step.plan.drafts:
+            if row in step.plan.num_drafts:
                 sequence.num_computed_tokens += len(sampled) - 1  # the right drafts
             sampled = append_tokens(sequence, sampled)
             if request.mask_source is not None:
@@ -61,7 +61,7 @@ def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
             end = SequenceEnd(sequence.finish_reason, sequence.stop_reason)
             output.ends[len(output.rows)] = end
         else:
-            least = 1 if row in step.plan.drafts else num_steps
+            least = 1 if row in step.plan.num_drafts else num_steps
             assert num_sampled[row] >= least, "only the device thinks it ended"
             if request.beams is not None:
                 continue  # a beam search reports nothing before its end

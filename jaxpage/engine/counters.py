@@ -58,9 +58,9 @@ class Counters:
     def count_result(self, plan: StepPlan, result: StepResult, num_tokens: int) -> None:
         """Count the result of a step, from which sequences gained `num_tokens`."""
         self.generation_tokens += num_tokens
-        self.num_drafts += len(plan.drafts)
-        self.num_draft_tokens += sum(map(len, plan.drafts.values()))
-        for row in plan.drafts:
+        self.num_drafts += len(plan.num_drafts)
+        self.num_draft_tokens += sum(plan.num_drafts.values())
+        for row in plan.num_drafts:
             self._count_accepted(int(result.num_sampled[row]) - 1)
         if result.expert_load.size:
             before = self.expert_load if self.expert_load.size else 0

@@ -1,4 +1,4 @@
-"""Guesses at the next tokens of a sequence, which a step checks.
+"""Guesses at the next tokens of a sequence, which a step checks: by prompt lookup, or by a draft model on the device.
 
 A step computes the drafts of a row after its last known token, and samples at each of these positions, as long as it
 samples what was drafted. So a sequence has the tokens that it would have without drafts, and right ones save steps.
@@ -6,11 +6,19 @@ samples what was drafted. So a sequence has the tokens that it would have withou
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.request import Request, Sequence
 from jaxpage.speculation import SpeculativeConfig
+
+
+class OnDevice(NamedTuple):
+    """The draft model guesses on the device, as many tokens as it is asked for."""
+
+    num_tokens: int  # most of a row in a step
 
 
 class PromptLookup:
@@ -24,7 +32,7 @@ class PromptLookup:
     def drafts(self, sequence: Sequence, most: int) -> list[int]:
         """Up to `most` tokens, and no more than `num_tokens`; none if its last tokens are new."""
         most = min(most, self.num_tokens)
-        if most < 1 or not may_have_drafts(sequence.request):
+        if most < 1:
             return []
         tokens = _history(sequence)
         # Where occurrences of the last `length` tokens end, the last tokens themselves left out.
@@ -45,7 +53,14 @@ class PromptLookup:
         return tokens[first : first + most].tolist()
 
 
-def add_drafts(step: ScheduledStep, lookup: PromptLookup, budget: int) -> None:
+def drafter_of(config: SpeculativeConfig) -> PromptLookup | OnDevice:
+    """What makes the drafts of an engine with this config."""
+    if config.method == "draft_model":
+        return OnDevice(config.num_speculative_tokens)
+    return PromptLookup(config)
+
+
+def add_drafts(step: ScheduledStep, drafter: PromptLookup | OnDevice, budget: int) -> None:
     """Add drafts to the rows that decode, from the tokens and the blocks that all other rows leave.
 
     `collect` counts those that were right as computed.
@@ -55,13 +70,21 @@ def add_drafts(step: ScheduledStep, lookup: PromptLookup, budget: int) -> None:
         decodes = plan.samples[row] and plan.num_tokens[row] == 1 and sequence.num_output_tokens
         if not decodes or sequence in step.admitted:
             continue
+        if not may_have_drafts(sequence.request):
+            continue
         known = len(sequence.token_ids)
         # The last token is sampled, and its KV is never needed.
-        drafts = lookup.drafts(sequence, min(budget, sequence.max_len - 1 - known))
-        if drafts and step.kv.lengthen(plan, sequence, known + len(drafts)):
+        most, drafts = min(budget, sequence.max_len - 1 - known, drafter.num_tokens), None
+        if not isinstance(drafter, OnDevice):
+            drafts = drafter.drafts(sequence, most)
+        number = most if drafts is None else len(drafts)
+        if number < 1 or not step.kv.lengthen(plan, sequence, known + number):
+            continue
+        plan.num_drafts[row] = number
+        if drafts is not None:
             plan.drafts[row] = drafts
-            plan.num_tokens[row] += len(drafts)
-            budget -= len(drafts)
+        plan.num_tokens[row] += number
+        budget -= number
 
 
 def may_have_drafts(request: Request) -> bool:

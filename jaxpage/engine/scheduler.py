@@ -22,7 +22,7 @@ from jaxpage.engine import beam_scheduling, sequences
 from jaxpage.engine.adapter_slots import AdapterSlots
 from jaxpage.engine.collect import collect, collect_failed
 from jaxpage.engine.counters import Counters, count_first_scheduling
-from jaxpage.engine.drafts import PromptLookup, add_drafts
+from jaxpage.engine.drafts import add_drafts, drafter_of
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.padding import NO_PADDING, Padding
 from jaxpage.engine.picture_cache import PictureCache
@@ -73,7 +73,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps = DecodeSteps(decode_steps, decode_steps)
         self.samples_late, self.padding = samples_late, padding
-        self.lookup = PromptLookup(speculative) if speculative is not None else None
+        self.drafter = None if speculative is None else drafter_of(speculative)
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
@@ -122,8 +122,8 @@ class Scheduler:
         if not step.sequences:
             self.pictures.discard(step.plan)
             return None
-        if self.lookup is not None:
-            add_drafts(step, self.lookup, self.max_num_batched_tokens - step.plan.total_tokens)
+        if self.drafter is not None:
+            add_drafts(step, self.drafter, self.max_num_batched_tokens - step.plan.total_tokens)
         if step.has_beams:
             beam_scheduling.upload_beams(step, self.kv)
         if self.decode_steps.most > 1 and step.may_repeat:

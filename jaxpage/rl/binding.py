@@ -64,6 +64,11 @@ class Binding:
     def prepare(self, spec: EngineSpec) -> EngineSpec:
         """`spec` with a model that reads this module's arrays. Raises ValueError, naming both sides, if none fits."""
         model = spec.model
+        if spec.draft_model is not None:
+            raise ValueError(
+                "a sampler reads the parameters of one module, and speculative_config names a draft model too: take "
+                'the method "ngram"'
+            )
         if spec.config.numerics == "strict" and spec.num_devices > 1:
             raise ValueError(
                 f'a sampler with numerics="strict" uses one device, not {spec.num_devices}: its trainer\'s logprobs '

@@ -2,7 +2,8 @@
 
 A decode step is one program. Any other step is two: `forward`, sized by tokens, and `sample`, sized by rows, so the
 numbers of token sizes and row sizes add up instead of multiplying. A step of late rows only is just `sample`. In steps
-with drafts `verify`, which has the same sizes, takes the place of `sample`.
+with drafts `verify`, which has the same sizes, takes the place of `sample`; and `draft`, with these sizes too, comes
+first if a draft model makes them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 
 from jaxpage.plan import StepPlan
 
-MAX_PROGRAMS = 24  # of steps, without two of `verify`; the others are in `runner.calls`
+MAX_PROGRAMS = (
+    24  # of steps, without two each of `verify` and `draft`; the others are in `runner.calls`
+)
 SMALLEST_ROWS = 2  # XLA's fast bf16 matmul on CPU needs two rows; elsewhere this costs nothing
 FEW_ROWS = 8  # a single prompt should not pay for the LM head of max_num_seqs rows
 FEW_TOKENS = 16  # smaller steps cost about the same, the time to read the weights
@@ -48,6 +51,10 @@ def verify_name(num_rows: int) -> str:
     return f"verify R={num_rows}"
 
 
+def draft_name(num_rows: int) -> str:
+    return f"draft R={num_rows}"
+
+
 def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
     """All buckets of a configuration, smallest first: rows of decode steps and tokens of other steps in powers of two.
 
@@ -67,14 +74,18 @@ def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Buc
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The programs of a plan: the bucket of its tokens, if it has any, and `sample` or `verify`, if it needs one."""
+    """The programs of a plan: the bucket of its tokens, if it has any, and `sample` or `verify`, if it needs one; and
+    `draft`, if the draft model makes drafts for it.
+    """
 
     bucket: Bucket | None
     sample: str | None
+    draft: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.bucket and self.bucket.name, self.sample) if name)
+        names = (self.bucket and self.bucket.name, self.sample, self.draft)
+        return tuple(name for name in names if name)
 
     def fill(self, plan: StepPlan) -> float:
         """The share of the bucket's tokens that are not padding; 0 without a bucket."""
@@ -83,13 +94,13 @@ class StepPrograms:
 
 def fitting_programs(buckets: Sequence[Bucket], plan: StepPlan) -> list[StepPrograms]:
     """Every choice of programs that fits the plan, smallest first."""
-    name = verify_name if plan.drafts else sample_name
+    rows = buckets[-1].sample_rows(plan.num_rows)
     if plan.total_tokens == 0:  # all rows are late
-        return [StepPrograms(None, sample_name(buckets[-1].sample_rows(plan.num_rows)))]
-    return [
-        StepPrograms(b, None if b.decode else name(b.sample_rows(plan.num_rows)))
-        for b in fitting_buckets(buckets, plan)
-    ]
+        return [StepPrograms(None, sample_name(rows))]
+    sample = verify_name(rows) if plan.num_drafts else sample_name(rows)
+    draft = draft_name(rows) if plan.runs_draft_model else None
+    fitting = fitting_buckets(buckets, plan)
+    return [StepPrograms(b, None if b.decode else sample, draft) for b in fitting]
 
 
 def fitting_buckets(buckets: Sequence[Bucket], plan: StepPlan) -> list[Bucket]:

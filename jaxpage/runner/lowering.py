@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding
 
+from jaxpage.draft_model import DraftModel
 from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.lora import slot_axis, write_slot
 from jaxpage.parallel.sharding import sharding
-from jaxpage.runner.buckets import Bucket, sample_name, verify_name
+from jaxpage.runner.buckets import Bucket, draft_name, sample_name, verify_name
 from jaxpage.runner.calls import (
     ADMIT,
     BLOCKS_PER_CALL,
@@ -31,6 +32,7 @@ from jaxpage.runner.calls import (
     VOCABULARY,
     WRITE,
 )
+from jaxpage.runner.drafting import Drafting
 from jaxpage.runner.encoder import abstract_inputs, encode_name
 from jaxpage.runner.host_memory import (
     content_shapes,
@@ -39,18 +41,10 @@ from jaxpage.runner.host_memory import (
     write_blocks,
 )
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.pack import (
-    masks_layout,
-    rows_layout,
-    score_layout,
-    step_layout,
-    tokens_layout,
-    vocabulary_layout,
-)
+from jaxpage.runner.layouts import layouts_of, sample_sizes
 from jaxpage.runner.programs import Lowering
 from jaxpage.runner.slots import (
     abstract_request_state,
-    admission_layout,
     allocate_request_state,
     make_admit,
     make_set_masks,
@@ -78,11 +72,20 @@ _LOOP_OPTIONS = {
 }
 
 
+class FeaturePrograms(NamedTuple):
+    """Names of programs that only some engines have."""
+
+    drafters: tuple[str, ...]
+    verifiers: tuple[str, ...]
+    encoders: tuple[str, ...]
+
+
 class Lowerings:
     """The programs of an engine: `programs` by name, and the uploads of each, `layouts` and `embeds`.
 
     `model`: an NNX module with arrays or `jax.ShapeDtypeStruct`s as parameters. Without a `mesh`, programs are for the
-    device that holds the arrays; with one, for its devices, which may be those of a compile-only topology.
+    device that holds the arrays; with one, for its devices, which may be those of a compile-only topology. With a
+    `draft_model`, its parameters follow those of the model in each program.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Lowerings:
         step_spec: StepSpec,
         moves_blocks: bool,
         mesh: Mesh | None,
+        draft_model: DraftModel | None = None,
     ):
         graphdef, state = nnx.split(model)
         make_step = StrictStep if step_spec.strict else Step
@@ -103,15 +107,19 @@ class Lowerings:
             spec=step_spec,
             pool_spec=pool_spec,
             mesh=mesh,
+            drafting=draft_model and _drafting(draft_model, step_spec, mesh),
         )
-        variables = [variable for _, variable in nnx.to_flat_state(state)]
-        self._leaves = [_parameter(variable, mesh) for variable in variables]
-        self._slot_axes = [slot_axis(variable) for variable in variables]
-        self._platform = _platform(self._leaves)
-        self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes_of)
+        models = [model] if draft_model is None else [model, draft_model.model]
+        # All parameters, in the order in which programs take them.
+        self.variables = [v for each in models for _, v in nnx.to_flat_state(nnx.state(each))]
+        self._leaves = [_parameter(variable, mesh) for variable in self.variables]
+        self._pools = (pool_spec, *([draft_model.pool] if draft_model else []))
+        self._pool = [
+            x for pool in self._pools for x in _structs(pool.abstract(), mesh, pool.axes_of)
+        ]
         self._state = _structs(abstract_request_state(step_spec), mesh)
-        self._spec, self._pool_spec, self._mesh = step_spec, pool_spec, mesh
-        self.layouts = _layouts(step_spec, buckets)
+        self.spec, self.buckets, self._mesh = step_spec, buckets, mesh
+        self.layouts = layouts_of(step_spec, buckets)
         # By `forward` program: the uploads of a step with embeddings.
         self.embeds: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
             b.name: self._embeds(b.num_tokens) for b in buckets if not b.decode
@@ -123,24 +131,44 @@ class Lowerings:
         }
         for bucket in buckets:
             self.programs[bucket.name] = partial(self._lower_step, bucket)
-        for rows in _sample_sizes(buckets):
+        for rows in sample_sizes(buckets):
             self.programs[sample_name(rows)] = partial(self._lower_sample, rows)
-        verifiers = {
-            verify_name(rows): partial(self._lower_verify, rows)
-            for rows in _sample_sizes(buckets)
-            if step_spec.num_drafts
-        }
-        self.verifiers = tuple(verifiers)  # names of programs
-        self.programs |= verifiers
-        picture_sizes = () if step_spec.pictures is None else step_spec.pictures.sizes
-        encoders = {encode_name(n): partial(self._lower_encode, n) for n in picture_sizes}
-        self.encoders = tuple(encoders)  # names of programs
-        self.programs |= encoders
+        self.of_features = self._add_features()
         self.programs |= {SCORE: self._lower_score, VOCABULARY: self._lower_vocabulary}
         if any(axis is not None for axis in self._slot_axes):
             self.programs[LOAD_ADAPTER] = self._lower_load_adapter
         if moves_blocks:
             self.programs |= {READ: self._lower_read, WRITE: self._lower_write}
+
+    def _add_features(self) -> FeaturePrograms:
+        spec, row_sizes = self.spec, sample_sizes(self.buckets)
+        drafters = {
+            draft_name(rows): partial(self._lower_draft, rows)
+            for rows in row_sizes
+            if spec.has_draft_model
+        }
+        verifiers = {
+            verify_name(rows): partial(self._lower_verify, rows)
+            for rows in row_sizes
+            if spec.num_drafts
+        }
+        picture_sizes = () if spec.pictures is None else spec.pictures.sizes
+        encoders = {encode_name(n): partial(self._lower_encode, n) for n in picture_sizes}
+        self.programs |= drafters | verifiers | encoders
+        return FeaturePrograms(tuple(drafters), tuple(verifiers), tuple(encoders))
+
+    @property
+    def pool_spec(self) -> KVPoolSpec:
+        """Of the model's pool."""
+        return self._pools[0]
+
+    @property
+    def _platform(self) -> str:
+        return _platform(self._leaves)
+
+    @property
+    def _slot_axes(self) -> list[int | None]:
+        return [slot_axis(variable) for variable in self.variables]
 
     @property
     def state_bytes(self) -> int:
@@ -157,7 +185,8 @@ class Lowerings:
     @cached_property
     def _make(self) -> Callable[[], tuple[KVPool, RequestState]]:
         def make() -> tuple[KVPool, RequestState]:
-            return self._pool_spec.allocate(), allocate_request_state(self._spec)
+            pool = [array for spec in self._pools for array in spec.allocate()]
+            return pool, allocate_request_state(self.spec)
 
         if self._mesh is None:
             return make
@@ -180,11 +209,9 @@ class Lowerings:
         return self._no_embeds[name]
 
     def _embeds(self, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        if not self._spec.prompt_embeds:
+        if not self.spec.prompt_embeds:
             return ()
-        words = jax.ShapeDtypeStruct(
-            (num_tokens, self._spec.hidden_size), words_of(self._spec.dtype)
-        )
+        words = jax.ShapeDtypeStruct((num_tokens, self.spec.hidden_size), words_of(self.spec.dtype))
         where = jax.ShapeDtypeStruct((num_tokens,), np.bool_)
         return tuple(_structs([words, where], self._mesh))
 
@@ -219,8 +246,17 @@ class Lowerings:
             self._leaves, self._state, self._integers(layout.size)
         )
 
+    def _lower_draft(self, num_rows: int) -> jax.stages.Lowered:
+        layout = self.layouts[draft_name(num_rows)]
+        options = _LOOP_OPTIONS.get(self._platform)
+        results = self._out_shardings(self._pool, self._state)
+        program = partial(self._step.draft, layout)
+        return jax.jit(program, donate_argnums=(1, 2), compiler_options=options, **results).lower(
+            self._leaves, self._pool, self._state, self._integers(layout.size)
+        )
+
     def _lower_encode(self, size: int) -> jax.stages.Lowered:
-        pictures = self._spec.pictures
+        pictures = self.spec.pictures
         assert pictures is not None
         inputs = abstract_inputs(pictures.vision, size)
         program = partial(self._step.encode, tuple(inputs))
@@ -232,9 +268,7 @@ class Lowerings:
         )
 
     def _lower_score(self) -> jax.stages.Lowered:
-        piece = jax.ShapeDtypeStruct(
-            (self._spec.num_scored, self._spec.hidden_size), self._spec.dtype
-        )
+        piece = jax.ShapeDtypeStruct((self.spec.num_scored, self.spec.hidden_size), self.spec.dtype)
         layout = self.layouts[SCORE]
         return jax.jit(partial(self._step.score, layout), **self._out_shardings(None)).lower(
             self._leaves, _structs(piece, self._mesh), self._integers(layout.size)
@@ -260,7 +294,7 @@ class Lowerings:
             if axis is not None
         ]
         weights, axes = [x for x, _ in found], tuple(axis for _, axis in found)
-        contents = [_one_slot(x, axis, self._spec.num_adapters) for x, axis in found]
+        contents = [_one_slot(x, axis, self.spec.num_adapters) for x, axis in found]
         slot = jax.ShapeDtypeStruct((), np.int32)
         write = partial(write_slot, axes=axes)
         return jax.jit(write, donate_argnums=0, **self._out_shardings(weights)).lower(
@@ -268,23 +302,23 @@ class Lowerings:
         )
 
     def _lower_read(self) -> jax.stages.Lowered:
-        read = partial(read_blocks, self._pool_spec, self._mesh)
+        read = partial(read_blocks, self.pool_spec, self._mesh)
         results = self._out_shardings([self._content] * BLOCKS_PER_CALL)
         return jax.jit(read, **results).lower(self._pool, self._integers(BLOCKS_PER_CALL))
 
     def _lower_write(self) -> jax.stages.Lowered:
         ids, contents = self._integers(BLOCKS_PER_CALL), [self._content] * BLOCKS_PER_CALL
-        write = partial(write_blocks, self._pool_spec, self._mesh)
+        write = partial(write_blocks, self.pool_spec, self._mesh)
         results = self._out_shardings(self._pool)
         return jax.jit(write, donate_argnums=0, **results).lower(self._pool, ids, contents)
 
     @property
     def _content(self) -> list[jax.ShapeDtypeStruct]:
         """The content of one block, as it leaves the device and comes back."""
-        shapes = content_shapes(self._pool_spec)
+        shapes = content_shapes(self.pool_spec)
         if self._mesh is None:
             return shapes
-        shardings = content_shardings(self._pool_spec, self._mesh)
+        shardings = content_shardings(self.pool_spec, self._mesh)
         return [_struct(x, each) for x, each in zip(shapes, shardings, strict=True)]
 
     def _out_shardings(self, *results: Any) -> dict[str, Any]:
@@ -319,29 +353,16 @@ def num_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
-    """The uploads of each program, by its name."""
-    sizes = {"block_size": spec.block_size, "decode_steps": spec.decode_steps}
-    groups, drafts = len(spec.groups.windows), spec.num_drafts
-    pictures, sample_sizes = spec.pictures, _sample_sizes(buckets)
-    return {
-        ADMIT: admission_layout(spec),
-        SET_MASKS: masks_layout(spec.vocab_size),
-        SET_TOKENS: tokens_layout(),
-        SCORE: score_layout(spec.num_scored),
-        VOCABULARY: vocabulary_layout(),
-        **{
-            b.name: step_layout(b, num_groups=groups, pictures=pictures, num_drafts=drafts, **sizes)
-            for b in buckets
-        },
-        **{sample_name(rows): rows_layout(rows) for rows in sample_sizes},
-        **{verify_name(n): rows_layout(n, drafts) for n in sample_sizes if drafts},
-    }
-
-
-def _sample_sizes(buckets: tuple[Bucket, ...]) -> tuple[int, int]:
-    """Rows of the `sample` programs."""
-    return buckets[-1].sample_rows(1), buckets[-1].num_rows
+def _drafting(draft_model: DraftModel, spec: StepSpec, mesh: Mesh | None) -> Drafting:
+    graphdef, state = nnx.split(draft_model.model)
+    return Drafting(
+        graphdef=graphdef,
+        treedef=jax.tree.structure(state),
+        spec=spec,
+        pool_spec=draft_model.pool,
+        layer_locations=draft_model.layer_locations,
+        mesh=mesh,
+    )
 
 
 def _platform(leaves: list[jax.ShapeDtypeStruct]) -> str:

@@ -3,7 +3,7 @@
 The calls of a plan, in order: block contents move between device, host and disk; adapters are loaded into their slots;
 sequences are admitted; forced tokens are stored; masks are set; pictures are encoded; then the step runs, either
 `decode`, or `forward` and, with the scoring of prompts in between, `sample` or `verify`. Rows that an earlier step
-computed take part in the latter only.
+computed take part in the latter only. `draft` comes before `forward`, whose tokens it makes.
 """
 
 from __future__ import annotations
@@ -35,93 +35,12 @@ from jaxpage.runner.calls import (
     VOCABULARY_ROWS,
     Call,
 )
-from jaxpage.runner.encoder import pack_encode, pack_picture_tokens, picture_fields
-from jaxpage.runner.layout import Field, Layout
+from jaxpage.runner.encoder import pack_encode, pack_picture_tokens
+from jaxpage.runner.layout import Layout
 from jaxpage.runner.slots import pack_admission, words_of
 from jaxpage.runner.spec import PictureSpec
 
 Other = TypeVar("Other")
-
-
-def step_layout(
-    bucket: Bucket,
-    *,
-    block_size: int,
-    decode_steps: int,
-    num_groups: int = 1,
-    pictures: PictureSpec | None = None,
-    num_drafts: int = 0,
-) -> Layout:
-    """What is uploaded for one step of a bucket.
-
-    In each KV-cache group a row gains at most one block for each `block_size` of its new tokens, one because they may
-    start within a block, and one for a copy-on-write; `num_updates` follows from that.
-    """
-    rows = bucket.num_rows
-    new_tokens = rows * decode_steps if bucket.decode else bucket.num_tokens
-    num_updates = num_groups * (new_tokens // block_size + 2 * rows)
-    return Layout(
-        (
-            *rows_layout(rows, num_drafts).fields,
-            Field("update_slots", (num_updates,)),  # padding: the null slot's entry 0
-            Field("update_groups", (num_updates,)),
-            Field("update_indices", (num_updates,)),
-            Field("update_blocks", (num_updates,)),
-            Field("copy_sources", (num_groups * rows,)),  # padding: the null block onto itself
-            Field("copy_destinations", (num_groups * rows,)),
-            *picture_fields(None if bucket.decode else pictures, bucket.num_tokens),
-        )
-    )
-
-
-def rows_layout(num_rows: int, num_drafts: int = 0) -> Layout:
-    """What is uploaded to sample for a number of rows. num_drafts: most of a row."""
-    drafts = (Field("num_drafts", (num_rows,)), Field("drafts", (num_rows, num_drafts)))
-    return Layout(
-        (
-            Field("features"),
-            Field("num_steps"),
-            Field("slots", (num_rows,)),  # padding: NULL_SLOT
-            Field("starts", (num_rows,)),
-            Field("num_tokens", (num_rows,)),  # padding: 0
-            Field("samples", (num_rows,)),  # 0 or 1
-            *(drafts if num_drafts else ()),
-        )
-    )
-
-
-def masks_layout(vocab_size: int) -> Layout:
-    """The tokens that some slots may sample next; padding goes to the null slot, which never samples."""
-    return Layout(
-        (
-            Field("slots", (MASKS_PER_CALL,)),
-            Field("masks", (MASKS_PER_CALL, -(-vocab_size // 32)), "uint32"),
-        )
-    )
-
-
-def tokens_layout() -> Layout:
-    """Tokens that the host appended to running sequences; padding goes to the null slot's first token."""
-    size = (TOKENS_PER_CALL,)
-    return Layout((Field("slots", size), Field("positions", size), Field("token_ids", size)))
-
-
-def score_layout(num_scored: int) -> Layout:
-    """Tokens to score: their rows in a piece of hidden states, and the id of the token that follows each."""
-    return Layout(
-        (
-            Field("num"),  # without padding
-            # 0 or 1: whether the log-probabilities of the whole vocabulary are wanted
-            Field("whole"),
-            Field("rows", (num_scored,)),
-            Field("token_ids", (num_scored,)),
-        )
-    )
-
-
-def vocabulary_layout() -> Layout:
-    """Rows that are about to sample, and how many of them are not padding."""
-    return Layout((*rows_layout(VOCABULARY_ROWS).fields, Field("num")))
 
 
 def pack(
@@ -139,6 +58,8 @@ def pack(
     for picture, rows in plan.encodes:
         assert pictures is not None, "a picture for a model that takes none"
         calls.append(pack_encode(picture, rows, pictures))
+    if programs.draft is not None:
+        calls.append(Call(programs.draft, (_pack_blocks(plan, layouts[programs.draft]),)))
     if programs.bucket is not None:
         packed = _pack_step(plan, layouts[programs.bucket.name])
         calls.append(Call(programs.bucket.name, (packed, *_embeds(plan, programs.bucket))))
@@ -157,13 +78,23 @@ def _pack_rows(plan: StepPlan, layout: Layout, num_rows: int) -> np.ndarray:
     layout.view(buffer, "num_steps")[()] = plan.num_steps
     for name in ("slots", "starts", "num_tokens", "samples"):
         layout.view(buffer, name)[:num_rows] = getattr(plan, name)[:num_rows]
-    for row, drafts in plan.drafts.items():
-        layout.view(buffer, "num_drafts")[row] = len(drafts)
-        layout.view(buffer, "drafts")[row, : len(drafts)] = drafts
+    for row, number in plan.num_drafts.items():
+        layout.view(buffer, "num_drafts")[row] = number
     return buffer
 
 
 def _pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
+    """The rows that compute tokens, what changes before they run, and what some tokens are."""
+    buffer = _pack_blocks(plan, layout)
+    for row, drafts in plan.drafts.items():
+        layout.view(buffer, "drafts")[row, : len(drafts)] = drafts
+    if plan.picture_tokens or plan.positions:
+        row_starts = np.cumsum([0, *plan.num_tokens])
+        pack_picture_tokens(layout.views(buffer), row_starts, plan.picture_tokens, plan.positions)
+    return buffer
+
+
+def _pack_blocks(plan: StepPlan, layout: Layout) -> np.ndarray:
     """The rows that compute tokens, and the changes of block tables and pool before they run."""
     buffer = _pack_rows(plan, layout, plan.num_rows - plan.num_late_rows)
     if plan.table_updates:
@@ -174,9 +105,6 @@ def _pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
         copies = np.asarray(plan.block_copies, np.int32)
         layout.view(buffer, "copy_sources")[: len(copies)] = copies[:, 0]
         layout.view(buffer, "copy_destinations")[: len(copies)] = copies[:, 1]
-    if plan.picture_tokens or plan.positions:
-        row_starts = np.cumsum([0, *plan.num_tokens])
-        pack_picture_tokens(layout.views(buffer), row_starts, plan.picture_tokens, plan.positions)
     return buffer
 
 

@@ -19,11 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
 from jaxpage.array_form import form_of, in_words, is_elsewhere
 from jaxpage.kv_groups import KVGroups
-from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.lora import slot_axis
 from jaxpage.plan import DeletedParameterError, StepPlan, StepResult, UnfitParameterError
 from jaxpage.runner import calls
@@ -37,7 +35,6 @@ from jaxpage.runner.pack import pack, pack_stores, padded, unpack_stores
 from jaxpage.runner.program_store import ProgramStore
 from jaxpage.runner.programs import CompilationCounter, Programs
 from jaxpage.runner.recording import CallRecorder
-from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step_result import DeviceResult, split_pieces
 from jaxpage.sampling.features import bits
 from jaxpage.sampling.logprobs import TOP_LOGPROBS, Scores
@@ -46,33 +43,21 @@ from jaxpage.sampling.logprobs import TOP_LOGPROBS, Scores
 class Runner:
     """Runs the plans of one engine on one model.
 
-    `model` is an NNX module that holds arrays. Its parameters are read at each launch, so the owner of the module (a
+    `lowerings`: of a model that holds arrays. Its parameters are read at each launch, so the owner of the model (a
     trainer, for example) may replace them between steps.
     """
 
     def __init__(
         self,
-        model: nnx.Module,
+        lowerings: Lowerings,
         *,
-        buckets: tuple[Bucket, ...],
-        pool_spec: KVPoolSpec,
-        step_spec: StepSpec,
         ahead_of_time: bool = True,
         host_memory: HostMemory | None = None,
         store: ProgramStore | None = None,
-        mesh: Mesh | None = None,
     ):
-        self._spec = step_spec
-        self.pool_spec = pool_spec
-        self._lowerings = Lowerings(
-            model,
-            buckets=buckets,
-            pool_spec=pool_spec,
-            step_spec=step_spec,
-            moves_blocks=host_memory is not None,
-            mesh=mesh,
-        )
-        self.read_from([variable for _, variable in nnx.to_flat_state(nnx.state(model))])
+        self._lowerings, self._spec = lowerings, lowerings.spec
+        self.pool_spec = lowerings.pool_spec
+        self.read_from(lowerings.variables)
         self._seen = [_reference(leaf) for leaf in self._leaves()]
         self._ahead_of_time = ahead_of_time
         self.host_memory = host_memory
@@ -81,7 +66,7 @@ class Runner:
         self._num_executed = 0
         self._counter = CompilationCounter()
         self.programs = Programs(self._lowerings.programs, store)
-        self._buckets = {bucket.name: bucket for bucket in buckets}
+        self._buckets = {bucket.name: bucket for bucket in lowerings.buckets}
 
     def warmup(self) -> None:
         """Allocate pool and state, and compile what a first prompt needs; the rest compiles in the background.
@@ -96,7 +81,8 @@ class Runner:
         small = [calls.ADMIT, calls.SET_MASKS, calls.SET_TOKENS]
         small += [calls.LOAD_ADAPTER] if self._spec.num_adapters else []
         # The second token of a prompt may already have drafts.
-        then = [*self._lowerings.verifiers, *then, *self._lowerings.encoders]
+        features = self._lowerings.of_features
+        then = [*features.drafters, *features.verifiers, *then, *features.encoders]
         self.programs.start([*small, *first, *then, *moving, calls.SCORE, calls.VOCABULARY])
         self._allocate()
         self.programs.wait_for([[calls.ADMIT, *first]])
@@ -173,7 +159,7 @@ class Runner:
             raise
         assert result.sampled is not None, "a step ends with decode or sample"
         return Launched(
-            1 + self._spec.num_drafts if plan.drafts else plan.num_steps,
+            1 + self._spec.num_drafts if plan.num_drafts else plan.num_steps,
             plan.num_rows,
             bool(plan.features & bits(TOP_LOGPROBS)) and self._spec.num_top_logprobs > 0,
             result,
@@ -254,8 +240,11 @@ class Runner:
             self._state = program(self._state, *buffers)
             return None
         leaves, bucket = self._leaves(), self._buckets.get(name)
-        if name in self._lowerings.encoders:
+        if name in self._lowerings.of_features.encoders:
             self._state = program(leaves, self._state, *buffers)
+            return None
+        if name in self._lowerings.of_features.drafters:
+            self._kv_pool, self._state = program(leaves, self._kv_pool, self._state, *buffers)
             return None
         if bucket is None:
             self._state, result = program(leaves, self._state, *buffers)

@@ -23,6 +23,7 @@ from jaxpage.runner.layout import Field, Layout
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.features import fields_of
 from jaxpage.sampling.fields import RequestState
+from jaxpage.sampling.sampler import stops
 from pallas_kernels.lists import distinct
 
 POSITION_OFFSET = "position_offset"
@@ -122,6 +123,14 @@ def store_drafts(state: RequestState, rows: dict[str, jax.Array]) -> RequestStat
     return state | {"token_ids": token_ids}
 
 
+def drafts_of(state: RequestState, rows: dict[str, jax.Array], num_drafts: int) -> jax.Array:
+    """int32[R, num_drafts]: the drafts behind the sequences of rows. Those that a row does not have mean nothing."""
+    known = (rows["starts"] + rows["num_tokens"] - rows["num_drafts"])[:, None]
+    positions = known + jnp.arange(num_drafts, dtype=jnp.int32)[None]
+    token_ids = state["token_ids"]
+    return token_ids[rows["slots"][:, None], jnp.minimum(positions, token_ids.shape[1] - 1)]
+
+
 def keep_hidden(
     state: RequestState, slots: jax.Array, new: jax.Array, *, on_gpu: bool, field: str = "hidden"
 ) -> RequestState:
@@ -133,6 +142,22 @@ def keep_hidden(
     # not mind.
     slots = distinct(slots, slots == NULL_SLOT, hidden.shape[0])
     return state | {field: hidden.at[slots].set(words, mode="drop", unique_indices=True)}
+
+
+def append_tokens(
+    state: RequestState,
+    slots: jax.Array,
+    samples: jax.Array,
+    token_ids: jax.Array,
+    position: jax.Array,
+) -> RequestState:
+    """The state with the sampled tokens at `position` of their rows, and with the rows that ended marked."""
+    ended = stops(token_ids, state, slots) | (position + 1 >= state["max_len"][slots])
+    slots = jnp.where(samples, slots, state["token_ids"].shape[0])  # or nowhere
+    return state | {
+        "token_ids": state["token_ids"].at[slots, position].set(token_ids, mode="drop"),
+        "finished": state["finished"].at[slots].set(ended, mode="drop"),
+    }
 
 
 def make_admit(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:

@@ -45,6 +45,7 @@ class StepSpec:
     dtype: DTypeLike  # of hidden states
     decode_steps: int  # most decode steps in one launch
     num_drafts: int = 0  # most drafts of a row in a step
+    has_draft_model: bool = False  # which makes them; otherwise the host does
     num_top_logprobs: int  # W
     logprobs_mode: str
     num_scored: int  # prompt tokens that are scored at a time

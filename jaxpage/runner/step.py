@@ -3,7 +3,8 @@
 `decode(leaves, kv_pool, request_state, packed) -> (kv_pool, request_state, result)`: unpack the batch, embed, layers,
 final norm, LM head, masks, sample, logprobs, and again. Other steps do the same once, in two programs: `forward` leaves
 the hidden states of the rows' last tokens in the request state, `sample` goes on from there, at once or in a later
-step. `verify` takes its place if rows have drafts. Pool and request state are donated.
+step. `verify` takes its place if rows have drafts; a draft model makes them in `draft`, before `forward`. Pool and
+request state are donated.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jaxpage.ops.rope import Rotate
 from jaxpage.parallel.rows import deal_rows, pad_rows
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.drafting import Drafting
 from jaxpage.runner.encoder import encode_into, with_pictures
 from jaxpage.runner.interventions import tapped_hidden_states
 from jaxpage.runner.layout import Layout
@@ -40,6 +42,8 @@ from jaxpage.runner.packed_tokens import (
 from jaxpage.runner.slots import (
     ADAPTER,
     EXPERT_LOAD,
+    append_tokens,
+    drafts_of,
     has_positions,
     keep_hidden,
     store_drafts,
@@ -56,7 +60,7 @@ from jaxpage.runner.step_result import (
 )
 from jaxpage.sampling.fields import RequestState
 from jaxpage.sampling.logprobs import Scores, score
-from jaxpage.sampling.sampler import Sampled, sample, stops, vocabulary
+from jaxpage.sampling.sampler import Sampled, sample, vocabulary
 
 # Inlined by XLA; as a jit of its own it is traced once for all programs with as many rows.
 _sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode", "processors"))
@@ -66,7 +70,8 @@ _sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode", 
 class Step:
     """The programs of an engine; `graphdef` and `treedef` turn the flat list of parameter arrays into the model.
 
-    `packed` is int32[layout.size], what `pack` wrote for the program.
+    `packed` is int32[layout.size], what `pack` wrote for the program. With a draft model, its parameters follow those
+    of the model, and the arrays of its pool those of the model's.
     """
 
     graphdef: nnx.GraphDef
@@ -74,6 +79,7 @@ class Step:
     spec: StepSpec
     pool_spec: KVPoolSpec
     mesh: Mesh | None = None  # of devices that share weights and heads
+    drafting: Drafting | None = None  # with a draft model
 
     def forward(
         self,
@@ -92,7 +98,7 @@ class Step:
         prompt embeddings: words [T, E], and bool[T] where they stand in the place of tokens.
         """
         kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)
-        if self.spec.num_drafts:
+        if "drafts" in rows:
             state = store_drafts(state, rows)
         computed = self._hidden(bucket, leaves, kv_pool, state, rows, embeds)
         kv_pool, state, batch, hidden, captured = computed
@@ -148,6 +154,33 @@ class Step:
         result = DeviceResult(sampled=sampled, num_sampled=samples.astype(jnp.int32))
         return with_load(state, result)
 
+    def draft(
+        self,
+        layout: Layout,
+        leaves: list[jax.Array],
+        kv_pool: KVPool,
+        state: RequestState,
+        packed: jax.Array,
+    ) -> tuple[KVPool, RequestState]:
+        """Drafts of the draft model behind the sequences of rows that have some, for `forward` to compute.
+
+        `forward` makes the same changes of block tables and pool once more.
+        """
+        assert self.drafting is not None
+        kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)
+        own, of_drafts = self._split_pool(kv_pool)
+        choose = partial(
+            _sample,
+            num_top_logprobs=0,
+            logprobs_mode="raw",
+            processors=self.spec.processors,
+        )
+        parameters = leaves[self.treedef.num_leaves :]
+        of_drafts, state = self.drafting.draft(
+            parameters, of_drafts, state, rows, self._replicated(choose)
+        )
+        return own + of_drafts, state
+
     def verify(
         self, layout: Layout, leaves: list[jax.Array], state: RequestState, packed: jax.Array
     ) -> tuple[RequestState, DeviceResult]:
@@ -155,6 +188,7 @@ class Step:
         rows = layout.unpack(packed)
         slots, num_drafts = rows["slots"], rows["num_drafts"]
         kept = state["draft_hidden"][slots]
+        all_drafts = drafts_of(state, rows, self.spec.num_drafts)
 
         def more(carry):
             index, _, goes_on, _ = carry
@@ -165,7 +199,7 @@ class Step:
             weights, index = lax.optimization_barrier((leaves, index))  # as in `decode`
             hidden = lax.bitcast_convert_type(kept[:, index], self.spec.dtype)
             now = rows | {"starts": rows["starts"] - num_drafts + index, "samples": goes_on}
-            drafts = rows["drafts"][:, jnp.minimum(index, self.spec.num_drafts - 1)]
+            drafts = all_drafts[:, jnp.minimum(index, self.spec.num_drafts - 1)]
             state, sampled, samples = self._sample_rows(self._model(weights), hidden, state, now)
             goes_on = samples & (index < num_drafts) & (sampled.token_ids == drafts)
             goes_on = (goes_on & ~state["finished"][slots]).astype(jnp.int32)
@@ -233,11 +267,21 @@ class Step:
         """Before the rows run, and before anything is written: copy-on-write; blocks that rows gained."""
         rows = layout.unpack(packed)
         copies = (rows["copy_sources"], rows["copy_destinations"])
-        kv_pool = copy_blocks(kv_pool, *copies, spec=self.pool_spec, mesh=self.mesh)
+        own, of_drafts = self._split_pool(kv_pool)
+        kv_pool = copy_blocks(own, *copies, spec=self.pool_spec, mesh=self.mesh)
+        if self.drafting is not None:
+            pool_spec = self.drafting.pool_spec
+            kv_pool += copy_blocks(of_drafts, *copies, spec=pool_spec, mesh=self.mesh)
         return kv_pool, update_tables(state, rows), rows
 
+    def _split_pool(self, kv_pool: KVPool) -> tuple[KVPool, KVPool]:
+        """The arrays of the model's pool, and of the draft model's."""
+        number = self.pool_spec.num_arrays
+        return kv_pool[:number], kv_pool[number:]
+
     def _model(self, leaves: list[jax.Array]) -> Any:
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+        own = leaves[: self.treedef.num_leaves]
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, own))
 
     def _hidden(
         self,
@@ -250,8 +294,14 @@ class Step:
     ) -> Computed:
         """All tokens through the layers; their experts are counted."""
         batch = unpack_batch(state, rows, bucket, self.spec)
+        own, of_drafts = self._split_pool(kv_pool)
+        if self.drafting is not None:
+            parameters = leaves[self.treedef.num_leaves :]
+            of_drafts, _ = self.drafting.follow(
+                parameters, of_drafts, batch, is_decode=bucket.decode
+            )
         attention = PagedAttention(
-            kv_pool,
+            own,
             batch,
             self.spec.groups.layer_locations,
             spec=self.pool_spec,
@@ -288,7 +338,7 @@ class Step:
         if inputs.expert_load is not None:
             load = state[EXPERT_LOAD] + jnp.stack(inputs.expert_load)
             state = state | {EXPERT_LOAD: load}
-        return Computed(attention.kv_pool, state, batch, hidden, captured)
+        return Computed(attention.kv_pool + of_drafts, state, batch, hidden, captured)
 
     def _sample_rows(
         self, model: Any, hidden: jax.Array, state: RequestState, rows: Rows
@@ -304,7 +354,7 @@ class Step:
             processors=self.spec.processors,
         )
         sampled = self._by_rows(choose)(model, hidden, state, slots, position, rows["features"])
-        return _append(state, slots, samples, sampled.token_ids, position), sampled, samples
+        return append_tokens(state, slots, samples, sampled.token_ids, position), sampled, samples
 
     def _logits(self, model: Any, hidden: jax.Array) -> jax.Array:
         """float32[R, V] of hidden [R, E]."""
@@ -348,19 +398,3 @@ class Step:
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
-
-
-def _append(
-    state: RequestState,
-    slots: jax.Array,
-    samples: jax.Array,
-    token_ids: jax.Array,
-    position: jax.Array,
-) -> RequestState:
-    """The state with the sampled tokens at `position` of their rows, and with the rows that ended marked."""
-    ended = stops(token_ids, state, slots) | (position + 1 >= state["max_len"][slots])
-    slots = jnp.where(samples, slots, state["token_ids"].shape[0])  # or nowhere
-    return state | {
-        "token_ids": state["token_ids"].at[slots, position].set(token_ids, mode="drop"),
-        "finished": state["finished"].at[slots].set(ended, mode="drop"),
-    }

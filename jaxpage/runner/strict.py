@@ -60,6 +60,7 @@ def check_strict(config: ResolvedConfig, model: ModelConfig, platform: str) -> N
         f"quantization={config.quantization!r}": config.quantization not in (None, "dequantize"),
         f"kv_cache_dtype={config.kv_cache_dtype!r}": config.kv_cache_dtype != config.dtype,
         "enable_lora=True": config.enable_lora,
+        "a draft model": config.draft_model is not None,
         "enable_prompt_embeds=True": config.enable_prompt_embeds,
         "models with experts": model.experts is not None,
         "models that take pictures": model.vision is not None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from jaxpage.engine.drafts import OnDevice
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.picture_cache import PictureCache
@@ -103,6 +104,7 @@ def make_engine(
     picture_rows: int = 0,
     whole_pictures: bool = False,
     num_drafts: int = 0,
+    has_draft_model: bool = False,
     kind: type[Engine] = TextEngine,
     **options,
 ) -> Any:
@@ -122,7 +124,9 @@ def make_engine(
     pictures = PictureCache(picture_rows + 1, budget=budget, whole=whole_pictures)
     scheduler = Scheduler(kv, pictures=pictures, **options)
     if num_drafts:
-        scheduler.lookup = FakeDrafts(num_drafts, options["max_model_len"])
+        scheduler.drafter = FakeDrafts(num_drafts, options["max_model_len"])
+    if has_draft_model:
+        scheduler.drafter = OnDevice(num_drafts)
     runner = FakeRunner(
         num_blocks,
         block_size,

@@ -95,6 +95,7 @@ def engines(draw):
         "enable_prefix_caching": draw(st.booleans()),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "num_drafts": num_drafts,
+        "has_draft_model": num_drafts > 0 and draw(st.booleans()),
         "decode_steps": 1 if num_drafts else draw(st.sampled_from([1, 1, 2, 5, 8])),
         "padding": draw(st.sampled_from([NO_PADDING, Padding((1, 2, 4, 8, 16, 32, 64), 1)])),
         "overlap": draw(st.just(False) if num_drafts else st.booleans()),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxpage.engine.drafts import PromptLookup
+from jaxpage.engine.drafts import PromptLookup, may_have_drafts
 from jaxpage.engine.kv_cache import SHARE_AHEAD
 from jaxpage.engine.sequences import new_sequence
 from jaxpage.engine.stats import total
@@ -79,15 +79,17 @@ def test_rows_that_need_the_host_for_each_token_have_no_drafts():
     whole = sequence_of(tokens)
     whole.request.wants_vocabulary = True
     beam = new_sequence(make_beam_request("0", tokens, width=2, max_tokens=5), 0, 1000)
-    assert all(lookup().drafts(sequence, 10) == [] for sequence in (masked, whole, beam))
+    assert not any(may_have_drafts(sequence.request) for sequence in (masked, whole, beam))
+    assert may_have_drafts(sequence_of(tokens).request)
 
 
 def same_requests(num: int, **options) -> list[Request]:
     return [make_request(str(i), [i, 1, 2], seed=i, **options) for i in range(num)]
 
 
-def test_right_drafts_save_steps_and_are_counted():
-    plain, engine = make_engine(), make_engine(num_drafts=4)
+@pytest.mark.parametrize("has_draft_model", [False, True])
+def test_right_drafts_save_steps_and_are_counted(has_draft_model):
+    plain, engine = make_engine(), make_engine(num_drafts=4, has_draft_model=has_draft_model)
     run(plain, *same_requests(3, max_tokens=20))
     requests = same_requests(3, max_tokens=20)
     run(engine, *requests)

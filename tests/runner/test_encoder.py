@@ -20,7 +20,8 @@ from jaxpage.runner.encoder import (
     picture_fields,
     with_pictures,
 )
-from jaxpage.runner.pack import pack, step_layout
+from jaxpage.runner.layouts import step_layout
+from jaxpage.runner.pack import pack
 from tests.fake_vision import FakeProcessor, FakeVision, pixels
 
 

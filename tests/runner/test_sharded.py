@@ -21,6 +21,7 @@ from jaxpage.output_processor import OutputProcessor
 from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import TENSOR, sharding
 from jaxpage.request import Request
+from jaxpage.runner.lowering import Lowerings
 from jaxpage.runner.runner import Runner
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.features import features_of, slot_fields_of
@@ -84,14 +85,15 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
     buckets = few_buckets(max_num_seqs=NUM_ROWS, max_num_batched_tokens=NUM_TOKENS)
     if mesh is not None:
         place(model, mesh)
-    runner = Runner(
+    lowerings = Lowerings(
         model,
         buckets=buckets,
         pool_spec=pool_spec,
         step_spec=spec,
-        ahead_of_time=False,
+        moves_blocks=False,
         mesh=mesh,
     )
+    runner = Runner(lowerings, ahead_of_time=False)
     runner.warmup()
     scheduler = Scheduler(
         KVCache(100, BLOCK_SIZE, enable_prefix_caching=True, windows=groups.windows),

@@ -1,0 +1,119 @@
+"""A draft model as shapes: a smaller model whose tokens are guesses at those of the engine's model.
+
+It has a KV pool of its own, whose blocks have the numbers of the engine's: whatever the model computes, the draft model
+computes too, so a block that is shared, copied or found in the prefix cache is so in both pools. It only ever guesses:
+no token depends on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from jax.sharding import Mesh
+
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.config import ResolvedConfig
+from jaxpage.device import Device
+from jaxpage.kv_groups import KVGroups
+from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.models.config import ModelConfig
+from jaxpage.models.decoder import CausalLM
+from jaxpage.pool_choice import choose_pool
+from jaxpage.weights.abstract import abstract_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Tokenizers with the same tokens may leave room for others, as those of Qwen2.5-0.5B and 7B: 151,936 and 152,064.
+_MOST_PADDING = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModel:
+    """Where it is, and its shapes on the devices of the engine."""
+
+    folder: str
+    hf_config: PretrainedConfig
+    quantization: str | None
+    model: CausalLM  # abstract until weights are loaded
+    pool: KVPoolSpec  # with as many blocks as the engine's
+    layer_locations: tuple[
+        tuple[int, int], ...
+    ]  # of each layer: (the engine's KV-cache group, array of the pool)
+
+
+def make_draft_model(
+    config: ResolvedConfig,
+    model: ModelConfig,
+    *,
+    groups: KVGroups,
+    hardware: Device,
+    mesh: Mesh | None,
+) -> DraftModel | None:
+    """The draft model that the options of an engine name, if they do. model: the engine's; groups: of its layers.
+
+    Reads only config.json. Raises ValueError for a model that cannot guess for this one.
+    """
+    folder = config.draft_model
+    if folder is None:
+        return None
+    if config.swap_space:
+        raise ValueError(
+            f"swap_space={config.swap_space} moves KV of the model to the host, but not that of a draft model: leave "
+            'it out, or take the method "ngram" of speculative_config'
+        )
+    # Quantised as its own checkpoint is, or to int8 as the model is.
+    quantization = config.quantization if config.quantization in ("int8", "dequantize") else None
+    own = replace(config, model=folder, hf_config_path=None, quantization=quantization)
+    try:
+        hf_config = load_hf_config(folder, None)
+        drafts, quantization, _ = abstract_model(hf_config, own, mesh)
+    except ValueError as error:
+        raise ValueError(f"the draft model of speculative_config: {error}") from error
+    _check(drafts.config, model)
+    locations = _locations(drafts.config, groups, config.max_model_len)
+    num_arrays = 1 + max(array for _, array in locations)
+    choice = choose_pool(own, drafts.config, num_arrays=num_arrays, hardware=hardware, mesh=mesh)
+    return DraftModel(
+        folder=folder,
+        hf_config=hf_config,
+        quantization=quantization,
+        model=drafts,
+        pool=choice.chosen,
+        layer_locations=locations,
+    )
+
+
+def _check(drafts: ModelConfig, model: ModelConfig) -> None:
+    if drafts.vision is not None:
+        raise ValueError(
+            f"the draft model is {drafts.architecture}, which takes pictures; only models of text can draft"
+        )
+    if abs(drafts.vocab_size - model.vocab_size) > _MOST_PADDING:
+        raise ValueError(
+            f"the draft model has a vocabulary of {drafts.vocab_size:,} tokens and the model one of "
+            f"{model.vocab_size:,}; both must have the same tokenizer"
+        )
+
+
+def _locations(
+    drafts: ModelConfig, groups: KVGroups, max_model_len: int
+) -> tuple[tuple[int, int], ...]:
+    """(group, array) of each layer. It has an array of its own; the group's blocks must reach back as far as it sees:
+    the first such group has the narrowest window.
+    """
+    locations = []
+    for layer, window in enumerate(drafts.windows):
+        seen = max_model_len if window is None else window
+        reaches = [
+            g for g, w in enumerate(groups.windows) if w is None or w >= min(seen, max_model_len)
+        ]
+        if not reaches:
+            raise ValueError(
+                f"layer {layer} of the draft model sees {seen} tokens, and the model keeps the KV of "
+                f"{max(w for w in groups.windows if w is not None)}: take a draft model with sliding windows, or a "
+                "smaller max_model_len"
+            )
+        locations.append((reaches[0], layer))
+    return tuple(locations)
