@@ -68,10 +68,10 @@ class CompileJob:
 
     @property
     def pool_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the pool's arrays on one device."""
-        pool = self.spec.pool
+        """Shapes of the pools' arrays on one device."""
         return [
             sharding(self.spec.mesh, pool.axes_of(x)).shard_shape(x.shape)
+            for pool in self.spec.pools
             for x in jax.tree.leaves(pool.abstract())
         ]
 

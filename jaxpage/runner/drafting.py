@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,21 @@ from jaxpage.sampling.fields import RequestState
 from jaxpage.sampling.logprobs import LOGPROBS, TOP_LOGPROBS
 from jaxpage.sampling.sampler import Sampled
 
-# (logits, state, slots, positions, features) -> tokens; see `sampler.sample`
+# (model, hidden, state, slots, positions, features) -> tokens; see `sampler.sample`
 Choose = Callable[..., Sampled]
+
+
+class _SameVocabulary(NamedTuple):
+    """A model with as many tokens as the engine's: vocabularies may be padded differently."""
+
+    model: Any
+    vocab_size: int
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32[R, V]."""
+        logits = self.model.logits(hidden)[:, : self.vocab_size]
+        padding = self.vocab_size - logits.shape[1]
+        return jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,20 +110,14 @@ class Drafting:
             now = {"slots": slots, "starts": known - 1 + index, "num_tokens": jnp.ones_like(slots)}
             batch = unpack_batch(state | {"finished": others}, now, bucket, self.spec)
             kv_pool, hidden = self.follow(weights, kv_pool, batch, is_decode=True)
-            logits = self._logits(weights, hidden)
-            sampled = choose(logits, state, slots, known + index, features)
+            model = _SameVocabulary(self._model(weights), self.spec.vocab_size)
+            sampled = choose(model, hidden, state, slots, known + index, features)
             where = jnp.where(drafts, slots, finished.size), known + index
             token_ids = state["token_ids"].at[where].set(sampled.token_ids, mode="drop")
             return index + 1, kv_pool, state | {"token_ids": token_ids}
 
         _, kv_pool, state = lax.while_loop(more, one_more, (jnp.int32(0), kv_pool, state))
         return kv_pool, state
-
-    def _logits(self, leaves: list[jax.Array], hidden: jax.Array) -> jax.Array:
-        """float32[R, V] for the V tokens of the engine's model: vocabularies may be padded differently."""
-        logits = self._model(leaves).logits(hidden)[:, : self.spec.vocab_size]
-        padding = self.spec.vocab_size - logits.shape[1]
-        return jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)
 
     def _model(self, leaves: list[jax.Array]) -> Any:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))

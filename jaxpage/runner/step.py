@@ -18,20 +18,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.blocks import copy_blocks
 from jaxpage.ops.rope import Rotate
-from jaxpage.parallel.rows import deal_rows, pad_rows
-from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.drafting import Drafting
 from jaxpage.runner.encoder import encode_into, with_pictures
 from jaxpage.runner.interventions import tapped_hidden_states
 from jaxpage.runner.layout import Layout
+from jaxpage.runner.logits import Division
 from jaxpage.runner.packed_tokens import (
     Rows,
     last_known,
@@ -64,6 +63,10 @@ from jaxpage.sampling.sampler import Sampled, sample, vocabulary
 
 # Inlined by XLA; as a jit of its own it is traced once for all programs with as many rows.
 _sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode", "processors"))
+
+_MOST_CHECKED = (
+    512  # rows whose logits `verify` computes together: 311 MB for a vocabulary of 152 k
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ class Step:
         computed = self._hidden(bucket, leaves, kv_pool, state, rows, embeds)
         kv_pool, state, batch, hidden, captured = computed
         last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        on_gpu = (self.pool_spec.platform or jax.default_backend()) == "gpu"
+        on_gpu = self._platform == "gpu"
         state = keep_hidden(state, batch.slots, last, on_gpu=on_gpu)
         if self.spec.num_drafts:
             offsets = jnp.arange(1 + self.spec.num_drafts, dtype=jnp.int32)
@@ -120,10 +123,10 @@ class Step:
     ) -> Scores:
         """How likely `token_ids` [C] are after the tokens `rows` [C] of a piece [C, E] of `forward`'s hidden states."""
         scored = layout.unpack(packed)
-        logits = self._logits(self._model(leaves), hidden[scored["rows"]])
+        logits = self._division.logits(self._model(leaves), hidden[scored["rows"]])
         num_top, mode = self.spec.num_top_logprobs, self.spec.prompt_logprobs_mode
         to_score = partial(score, num_top=num_top, logprobs_mode=mode)
-        return self._replicated(to_score)(logits, scored["token_ids"])
+        return self._division.replicated(to_score)(logits, scored["token_ids"])
 
     def vocabulary(
         self, layout: Layout, leaves: list[jax.Array], state: RequestState, packed: jax.Array
@@ -133,11 +136,11 @@ class Step:
         """
         rows = layout.unpack(packed)
         hidden = lax.bitcast_convert_type(state["hidden"][rows["slots"]], self.spec.dtype)
-        logits = self._logits(self._model(leaves), hidden)
+        logits = self._division.logits(self._model(leaves), hidden)
         mode, processors = self.spec.logprobs_mode, self.spec.processors
         of_rows = partial(vocabulary, logprobs_mode=mode, processors=processors)
         slots, position = rows["slots"], rows["starts"] + rows["num_tokens"]
-        return self._replicated(of_rows)(logits, state, slots, position, rows["features"])
+        return self._division.replicated(of_rows)(logits, state, slots, position, rows["features"])
 
     def sample(
         self,
@@ -149,7 +152,8 @@ class Step:
         """A token for each row that samples, from the hidden state in its slot."""
         rows = layout.unpack(packed)
         hidden = lax.bitcast_convert_type(state["hidden"][rows["slots"]], self.spec.dtype)
-        state, sampled, samples = self._sample_rows(self._model(leaves), hidden, state, rows)
+        logits = self._row_logits(self._model(leaves), hidden, rows["slots"])
+        state, sampled, samples = self._sample_rows(logits, state, rows)
         sampled = jax.tree.map(lambda x: x[None], sampled)
         result = DeviceResult(sampled=sampled, num_sampled=samples.astype(jnp.int32))
         return with_load(state, result)
@@ -169,16 +173,18 @@ class Step:
         assert self.drafting is not None
         kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)
         own, of_drafts = self._split_pool(kv_pool)
-        choose = partial(
-            _sample,
-            num_top_logprobs=0,
-            logprobs_mode="raw",
-            processors=self.spec.processors,
-        )
+        options = {
+            "num_top_logprobs": 0,
+            "logprobs_mode": "raw",
+            "processors": self.spec.processors,
+        }
+        choose = self._division.choose(partial(_sample, **options))
+
+        def choose_tokens(model, hidden, *rest):
+            return choose(self._division.row_logits(model, hidden), *rest)
+
         parameters = leaves[self.treedef.num_leaves :]
-        of_drafts, state = self.drafting.draft(
-            parameters, of_drafts, state, rows, self._replicated(choose)
-        )
+        of_drafts, state = self.drafting.draft(parameters, of_drafts, state, rows, choose_tokens)
         return own + of_drafts, state
 
     def verify(
@@ -187,8 +193,11 @@ class Step:
         """Like `sample`, and once more after each draft of a row that is what the row has sampled in its place."""
         rows = layout.unpack(packed)
         slots, num_drafts = rows["slots"], rows["num_drafts"]
-        kept = state["draft_hidden"][slots]
-        all_drafts = drafts_of(state, rows, self.spec.num_drafts)
+        kept = lax.bitcast_convert_type(state["draft_hidden"][slots], self.spec.dtype)
+        drafts = drafts_of(state, rows, self.spec.num_drafts)
+        all_logits = None
+        if self._checks_at_once(slots.size):
+            all_logits = self._division.stacked_row_logits(self._model(leaves), kept)
 
         def more(carry):
             index, _, goes_on, _ = carry
@@ -196,12 +205,15 @@ class Step:
 
         def one_more(carry):
             index, state, goes_on, result = carry
-            weights, index = lax.optimization_barrier((leaves, index))  # as in `decode`
-            hidden = lax.bitcast_convert_type(kept[:, index], self.spec.dtype)
+            if all_logits is not None:
+                logits = all_logits[index]
+            else:
+                weights, index = lax.optimization_barrier((leaves, index))  # as in `decode`
+                logits = self._row_logits(self._model(weights), kept[:, index], slots)
             now = rows | {"starts": rows["starts"] - num_drafts + index, "samples": goes_on}
-            drafts = all_drafts[:, jnp.minimum(index, self.spec.num_drafts - 1)]
-            state, sampled, samples = self._sample_rows(self._model(weights), hidden, state, now)
-            goes_on = samples & (index < num_drafts) & (sampled.token_ids == drafts)
+            state, sampled, samples = self._sample_rows(logits, state, now)
+            draft = drafts[:, jnp.minimum(index, self.spec.num_drafts - 1)]
+            goes_on = samples & (index < num_drafts) & (sampled.token_ids == draft)
             goes_on = (goes_on & ~state["finished"][slots]).astype(jnp.int32)
             return index + 1, state, goes_on, result.with_step(index, sampled, samples)
 
@@ -234,7 +246,8 @@ class Step:
             now = rows | {"starts": rows["starts"] + index}
             computed = self._hidden(bucket, weights, kv_pool, state, now)
             kv_pool, state, _, hidden, captured = computed
-            state, sampled, samples = self._sample_rows(self._model(weights), hidden, state, now)
+            logits = self._row_logits(self._model(weights), hidden, now["slots"])
+            state, sampled, samples = self._sample_rows(logits, state, now)
             result = replace(result.with_step(index, sampled, samples), captured=captured)
             return index + 1, kv_pool, state, result
 
@@ -341,9 +354,9 @@ class Step:
         return Computed(attention.kv_pool + of_drafts, state, batch, hidden, captured)
 
     def _sample_rows(
-        self, model: Any, hidden: jax.Array, state: RequestState, rows: Rows
+        self, logits: jax.Array, state: RequestState, rows: Rows
     ) -> tuple[RequestState, Sampled, jax.Array]:
-        """A token for each of hidden [R, E], appended to its sequence; and bool[R], which rows sampled."""
+        """A token for each row, appended to its sequence; and bool[R], which rows sampled. logits: `_row_logits`."""
         slots = rows["slots"]
         position = rows["starts"] + rows["num_tokens"]  # of the sampled tokens
         samples = ~state["finished"][slots] & (rows["samples"] > 0)
@@ -353,48 +366,32 @@ class Step:
             logprobs_mode=self.spec.logprobs_mode,
             processors=self.spec.processors,
         )
-        sampled = self._by_rows(choose)(model, hidden, state, slots, position, rows["features"])
+        choose = self._choose_rows(choose)
+        sampled = choose(logits, state, slots, position, rows["features"])
         return append_tokens(state, slots, samples, sampled.token_ids, position), sampled, samples
 
-    def _logits(self, model: Any, hidden: jax.Array) -> jax.Array:
-        """float32[R, V] of hidden [R, E]."""
-        logits = model.logits(hidden)
-        if self.mesh is None:
-            return logits
-        # Each device makes its share, or XLA would rather exchange the weights of the head.
-        shares = sharding(self.mesh, ("rows", "vocab"), logits.shape)
-        return lax.with_sharding_constraint(logits, shares)
+    def _row_logits(self, model: Any, hidden: jax.Array, slots: jax.Array) -> jax.Array:
+        """The logits of rows that sample, as `_choose_rows` takes them. hidden: [R, E]; slots: int32[R]."""
+        return self._division.row_logits(model, hidden)
 
-    def _by_rows(self, choose: Callable[..., Sampled]) -> Callable[..., Sampled]:
-        """`choose` for the logits of hidden [R, E]; on a mesh each device chooses for its share of the rows."""
+    def _choose_rows(self, choose: Callable[..., Sampled]) -> Callable[..., Sampled]:
+        """`choose(logits, state, slots, positions, features)`, with its work divided over devices."""
+        return self._division.choose(choose)
 
-        mesh = self.mesh
-        if mesh is None or mesh.size == 1:
-            choose = self._replicated(choose)
-            return lambda model, hidden, *rest: choose(self._logits(model, hidden), *rest)
-        shares_columns = self.spec.vocab_size % mesh.size == 0
-
-        def choose_own(model, hidden, state, slots, positions, features):
-            num_rows = hidden.shape[0]
-            hidden, slots, positions = (pad_rows(x, mesh) for x in (hidden, slots, positions))
-            if shares_columns:
-                logits = self._logits(model, hidden)
-            else:  # the head is on each device: the hidden states of its rows are all that it needs
-                own = sharding(mesh, ("sampled rows",))
-                logits = model.logits(lax.with_sharding_constraint(hidden, own))
-            deal = deal_rows(choose, mesh, shares_columns=shares_columns)
-            sampled = deal(logits, state, slots, positions, features)
-            return jax.tree.map(lambda x: x[:num_rows], sampled)
-
-        return choose_own
-
-    def _replicated(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with all of its arguments on each device, which computes it for itself: one exchange of the
-        logits, instead of one for each thing that the function looks at.
+    def _checks_at_once(self, num_rows: int) -> bool:
+        """Whether `verify` computes the logits of all drafts together, so that it reads the LM head once. On a CPU the
+        arithmetic for drafts that turn out to be wrong takes longer.
         """
-        if self.mesh is None:
-            return function
-        spec = PartitionSpec()
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
+        if self._platform == "cpu":
+            return False
+        return (
+            num_rows * (1 + self.spec.num_drafts) <= _MOST_CHECKED and self._division.shares_columns
         )
+
+    @property
+    def _platform(self) -> str:
+        return self.pool_spec.platform or jax.default_backend()
+
+    @property
+    def _division(self) -> Division:
+        return Division(mesh=self.mesh, vocab_size=self.spec.vocab_size)

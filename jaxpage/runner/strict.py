@@ -267,7 +267,13 @@ class StrictStep(Step):
         )
         return Computed(kv_pool, state, batch, hidden)
 
-    def _by_rows(self, choose: Callable[..., Sampled]) -> Callable[..., Sampled]:
+    def _row_logits(self, model: Any, hidden: jax.Array, slots: jax.Array) -> jax.Array:
+        return logits_of(model, hidden, _num_rows(slots), self.mesh)
+
+    def _checks_at_once(self, num_rows: int) -> bool:
+        return False
+
+    def _choose_rows(self, choose: Callable[..., Sampled]) -> Callable[..., Sampled]:
         def choose_by_tiles(logits, state, slots, positions, features):
             def of_tile(constants, logits, slots, positions):
                 state, features = constants
@@ -291,11 +297,7 @@ class StrictStep(Step):
             found = token_logprobs(logits, sampled.token_ids, temperature, num_rows)
             return replace(sampled, logprobs=found)
 
-        def choose_rows(model, hidden, state, slots, positions, features):
-            logits = logits_of(model, hidden, _num_rows(slots), self.mesh)
-            return self._replicated(choose_by_tiles)(logits, state, slots, positions, features)
-
-        return choose_rows
+        return self._division.replicated(choose_by_tiles)
 
     def score(
         self, layout: Layout, leaves: list[jax.Array], hidden: jax.Array, packed: jax.Array
@@ -305,7 +307,7 @@ class StrictStep(Step):
         # Always all of them, in a form that hides the constant from the compiler.
         num_tokens = jnp.where(token_ids[0] >= 0, token_ids.size, 0)
         logits = logits_of(self._model(leaves), hidden[scored["rows"]], num_tokens, self.mesh)
-        return self._replicated(self._scores)(logits, token_ids, num_tokens)
+        return self._division.replicated(self._scores)(logits, token_ids, num_tokens)
 
     def _scores(self, logits: jax.Array, token_ids: jax.Array, num_tokens: jax.Array) -> Scores:
         mode = self.spec.prompt_logprobs_mode
@@ -338,7 +340,9 @@ class StrictStep(Step):
 
         slots, positions = rows["slots"], rows["starts"] + rows["num_tokens"]
         logits = logits_of(self._model(leaves), hidden, _num_rows(slots), self.mesh)
-        return self._replicated(by_row_tiles)(logits, state, slots, positions, rows["features"])
+        return self._division.replicated(by_row_tiles)(
+            logits, state, slots, positions, rows["features"]
+        )
 
 
 def _num_rows(slots: jax.Array) -> jax.Array:

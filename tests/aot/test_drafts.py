@@ -6,9 +6,9 @@ import pytest
 
 from pallas_kernels.paged_attention.gpu_prompts import FEW_TURNS
 from tests.aot.compiling import missing, seen
-from tests.aot.drafts import PLACES, ROWS, Place
-from tests.aot.steps import FEW
-from tests.aot.test_steps import check_collectives, check_places, check_temporaries
+from tests.aot.drafts import NUM_DRAFTS, PLACES, ROWS, Place
+from tests.aot.steps import FEW, MODELS
+from tests.aot.test_steps import by_kind, check_collectives, check_places, check_temporaries
 
 pytestmark = pytest.mark.aot
 
@@ -25,31 +25,54 @@ def found(place) -> list[dict]:
     return seen("drafts", place.name).programs
 
 
-def test_they_are_two_programs_of_the_same_model(found):
-    forward, verify = found
+def test_they_are_programs_of_the_same_model(found):
+    forward, few, verify, same_forward, draft = found
     assert forward["bucket"]["num_tokens"] >= 5 * ROWS and not verify["bucket"]
-    assert verify["name"] == f"verify R={verify['max_num_seqs']}"
-    assert forward["num_layers"] == verify["num_layers"] == FEW
+    assert forward["bucket"] == same_forward["bucket"]
+    assert (few["name"], verify["name"]) == ("verify R=8", f"verify R={verify['max_num_seqs']}")
+    assert draft["name"] == f"draft R={draft['max_num_seqs']}"
+    assert all(each["num_layers"] == FEW for each in found)
 
 
-def test_pool_and_state_stay_where_they_are(found):
+def test_pools_and_state_stay_where_they_are(found):
+    """The draft model's pool, too."""
     check_places(found)
+    forward, _, _, same_forward, _ = found
+    blocks = forward["pool_bytes"] / same_forward["pool_bytes"]
+    assert blocks > 0 and same_forward["pool_bytes"] > same_forward["array_bytes"] * FEW
 
 
 def test_temporaries_are_those_of_other_steps(place, found):
-    """The logits of one token of each row at a time."""
-    check_temporaries(place, found)
+    """The logits of one token of each row at a time, or of all if there are few rows."""
+    forward, few, verify, same_forward, draft = found
+    check_temporaries(place, [forward, verify, same_forward, draft])
+    all_logits = 8 * (1 + NUM_DRAFTS) * MODELS[place.whole]["vocab_size"] * 4
+    few = few | {"temp_bytes": few["temp_bytes"] - 2 * all_logits}
+    check_temporaries(place, [few])
 
 
 def test_attention_is_the_kernel(place, found):
-    forward, verify = found
-    calls = len(forward["attention_calls"]) / FEW
+    """That of both models; only the keys and values of the draft model's last layer are needed after `forward`."""
+    forward, few, verify, same_forward, draft = found
+    calls = [len(each["attention_calls"]) for each in found]
     if place.target == "h200":
-        assert calls in {5 + 2 * more for more in range(FEW_TURNS)}
+        of_layer = calls[0] / FEW
+        assert of_layer in {5 + 2 * more for more in range(FEW_TURNS)}
+        assert calls[3] == of_layer * (2 * FEW - 1) and calls[4] == 2 * FEW
     else:
-        assert calls == 2
-    assert verify["attention_calls"] == []
+        assert (calls[0], calls[3], calls[4]) == (2 * FEW, 4 * FEW, FEW)
+    assert few["attention_calls"] == verify["attention_calls"] == []
 
 
 def test_devices_exchange_what_other_steps_do(place, found):
-    check_collectives(place, found)
+    """The draft model's logits are divided like the model's."""
+    forward, few, verify, _, draft = found
+    check_collectives(place, [forward, verify])
+    if place.num_devices == 1:
+        assert not any(each["exchanges"] for each in found)
+        return
+    logits = verify["max_num_seqs"] * MODELS[place.whole]["vocab_size"] * 4
+    assert by_kind(draft["exchanges"])["all-to-all"] == (1, logits // place.num_devices)
+    assert by_kind(few["exchanges"])["all-to-all"][0] == 1
+    largest = max(num_bytes for _, _, num_bytes in draft["exchanges"])
+    assert largest == logits // place.num_devices

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from jaxpage import SamplingParams
+from jaxpage.runner.logits import Division
+from jaxpage.runner.step import Step
 from tests import checkpoints
 from tests.checkpoints import VOCAB_SIZE, answers, assert_same_answers, make_llm
 
@@ -61,6 +63,30 @@ def test_tokens_are_those_without_drafts(family, options, tmp_path):
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
     # Drafts are uploaded with their step.
     assert not any(each.num_calls for each in llm.programs() if each.name == "set tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2, 5, 4])
+def test_all_drafts_are_checked_at_once_on_accelerators(num_devices, tmp_path, monkeypatch):
+    """With five devices rows are padded; four cannot share the vocabulary, and check the drafts one by one."""
+    path = checkpoints.build("qwen2", 0, tmp_path, num_hidden_layers=1)
+    prompts, params = requests()
+    options = {"enforce_eager": True, "tensor_parallel_size": num_devices}
+    expected = answers(make_llm(path, **options), prompts, params)
+    check, shapes = Division.stacked_row_logits, set()
+
+    def check_at_once(*args):
+        logits = check(*args)
+        shapes.add(logits.shape)
+        return logits
+
+    monkeypatch.setattr(Step, "_platform", "tpu")
+    monkeypatch.setattr(Division, "stacked_row_logits", check_at_once)
+    llm = make_llm(path, speculative_config=LOOKUP, **options)
+    assert_same_answers(answers(llm, prompts, params), expected, atol=2e-4)
+    assert llm.stats().num_accepted_tokens > 20
+    rows = -(-8 // num_devices) * num_devices
+    assert shapes == ({(5, rows, VOCAB_SIZE)} if VOCAB_SIZE % num_devices == 0 else set())
 
 
 @pytest.mark.slow
