@@ -22,7 +22,14 @@ def place(request) -> Place:
 
 @pytest.fixture
 def found(place) -> list[dict]:
-    return seen("drafts", place.name).programs
+    """`forward`, `verify` of few rows and of all, `forward` with a draft model, and `draft`."""
+    by_name = {each["name"]: each for each in seen("drafts", place.name).programs}
+    few, verify = sorted((n for n in by_name if n.startswith("verify")), key=len)
+    with_model = next(name for name in by_name if "with a draft model" in name)
+    forward = with_model.removesuffix(" with a draft model")
+    draft = verify.replace("verify", "draft")
+    assert len(by_name) == 5
+    return [by_name[name] for name in (forward, few, verify, with_model, draft)]
 
 
 def test_they_are_programs_of_the_same_model(found):
@@ -37,9 +44,8 @@ def test_they_are_programs_of_the_same_model(found):
 def test_pools_and_state_stay_where_they_are(found):
     """The draft model's pool, too."""
     check_places(found)
-    forward, _, _, same_forward, _ = found
-    blocks = forward["pool_bytes"] / same_forward["pool_bytes"]
-    assert blocks > 0 and same_forward["pool_bytes"] > same_forward["array_bytes"] * FEW
+    _, _, _, forward, draft = found
+    assert forward["pool_bytes"] == draft["pool_bytes"] > FEW * draft["array_bytes"]
 
 
 def test_temporaries_are_those_of_other_steps(place, found):
@@ -60,7 +66,8 @@ def test_attention_is_the_kernel(place, found):
         assert of_layer in {5 + 2 * more for more in range(FEW_TURNS)}
         assert calls[3] == of_layer * (2 * FEW - 1) and calls[4] == 2 * FEW
     else:
-        assert (calls[0], calls[3], calls[4]) == (2 * FEW, 4 * FEW, FEW)
+        # The last one would only read, see `paged_attention.tpu`.
+        assert (calls[0], calls[3], calls[4]) == (2 * FEW, 4 * FEW - 1, FEW)
     assert few["attention_calls"] == verify["attention_calls"] == []
 
 

@@ -211,4 +211,4 @@ def num_sampled(each: dict) -> int:
     kind, _, size = each["name"].partition("=")
     if kind in ("score", "vocabulary"):
         return {"score": 64, "vocabulary": 8}[kind]
-    return int(size) if kind in ("decode R", "sample R", "verify R") else 0
+    return int(size) if kind in ("decode R", "sample R", "verify R", "draft R") else 0
