@@ -110,7 +110,7 @@ class EngineConfig:
     """The options given by the user; `resolve` decides the rest. Raises ValueError for bad values."""
 
     model: str  # a checkpoint folder, or a name on the Hugging Face hub, see `hub.local_folder`
-    # "auto": the checkpoint's, but bfloat16 instead of float32; or float16, bfloat16, float32
+    # "auto": the checkpoint's, but bfloat16 instead of float32, and on TPUs always; or float16, bfloat16, float32
     dtype: str = "auto"
     # None: as the checkpoint is; "int8": round weights and activations of linear layers and experts; "dequantize":
     # compute with floats; or the name of the checkpoint's own quantization
@@ -372,7 +372,7 @@ class EngineConfig:
         max_num_seqs = self.max_num_seqs or default_seqs
         # No step needs more tokens than all sequences at full length, and each sequence needs at least one.
         default_tokens = max(min(default_tokens, max_num_seqs * max_model_len), max_num_seqs)
-        dtype = _resolve_dtype(self.dtype, hf_config)
+        dtype = _resolve_dtype(self.dtype, hf_config, platform)
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(EngineConfig)}
         without_effect = self.options_without_effect
         if platform == "cpu" and self.gpu_memory_utilization != 0.92:
@@ -485,13 +485,14 @@ def _dtype_name(dtype: Any) -> str:
         return str(dtype).removeprefix("torch.")
 
 
-def _resolve_dtype(dtype: str, hf_config: PretrainedConfig) -> str:
+def _resolve_dtype(dtype: str, hf_config: PretrainedConfig, platform: str) -> str:
     if dtype != "auto":
         return _DTYPES[dtype]
     text_config = hf_config.get_text_config()
     stored = getattr(text_config, "dtype", None) or getattr(hf_config, "dtype", None) or "float32"
     stored = _DTYPES.get(str(stored).removeprefix("torch."), "float32")
-    return "bfloat16" if stored == "float32" else stored
+    # The matrix units of TPUs do not take float16.
+    return "bfloat16" if stored == "float32" or platform == "tpu" else stored
 
 
 def _resolve_kv_cache_dtype(kv_cache_dtype: str, dtype: str) -> str:

@@ -134,6 +134,12 @@ def test_dtype(given, stored, expected):
     assert resolve(Qwen2Config(dtype=stored), dtype=given).dtype == expected
 
 
+def test_float16_checkpoints_are_in_bfloat16_on_a_tpu():
+    config = Qwen2Config(dtype="float16")
+    assert resolve(config, platform="tpu").dtype == "bfloat16"
+    assert resolve(config, platform="tpu", dtype="float16").dtype == "float16"
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
