@@ -108,8 +108,6 @@ def test_devices_exchange_what_those_of_an_mlp_do(found):
         if " decode " in each["name"]:
             reckoned = sum(n * size * each["num_tokens"] for _, n, size in each["reckoned"])
             sent = sum(n * size for _, n, size in each["exchanges"])
-            # A plan reckons a sum for the scales of q, k and v, too, which have groups of inputs.
-            of_scales = 3 * FEW if case.quantization == "fp8" else 0
-            assert sent == reckoned + (num_float32 - of_scales) * hidden, each
+            assert sent == reckoned + num_float32 * hidden, each
         else:
             assert len(calls) == 1 + (num_float32 > 0), each
