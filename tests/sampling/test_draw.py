@@ -13,6 +13,7 @@ from scipy import stats
 from jaxpage.sampling.draw import Distributions, _draw_by_groups, draw, draw_among
 from jaxpage.sampling.features import bits
 from jaxpage.sampling.keys import RANDOM, TOKENS, gumbel_noise, row_keys
+from jaxpage.sampling.penalties import PENALTIES
 from jaxpage.sampling.sampler import sample
 from jaxpage.sampling.truncation import TRUNCATION
 from tests.sampling.oracle import Row, make_state
@@ -99,6 +100,31 @@ def test_among_the_best_the_noise_is_that_of_the_token(logits):
     ids = np.stack([rng.permutation(np.argsort(logits)[-30:]) for _ in range(num_rows)])
     found = jax.jit(lambda x, ids: draw_among(x, ids, rows))(logits[ids], ids.astype(np.int32))
     np.testing.assert_array_equal(found, want)
+
+
+def test_seeded_requests_get_the_tokens_they_always_got():
+    """Ids as recorded in November 2026: by groups, among the best tokens, from logits as given and adjusted."""
+    logits = (np.random.default_rng(3).normal(size=(12, V)) * 2).astype(np.float32)
+    ways = [{}, {"top_k": 40}, {"frequency_penalty": 2.0}, {"top_p": 0.9, "presence_penalty": 2.0}]
+    best = logits.argmax(-1).tolist()
+    rows = [
+        Row(seed=2**31 + i, prompt=[i] * i, output=[best[i]], temperature=0.8 + i / 10, **way)
+        for i, way in enumerate(ways * 3)
+    ]
+    positions = jnp.asarray([row.position for row in rows])
+    state = make_state(rows, V) | {"sequence_index": jnp.arange(13) % 3}
+    run = jax.jit(partial(sample, num_top_logprobs=0, logprobs_mode="raw"))
+
+    def tokens(*features) -> list[int]:
+        slots = jnp.arange(12) + 1
+        return run(logits, state, slots, positions, jnp.int32(bits(*features))).token_ids.tolist()
+
+    expected = [9, 293, 566, 398, 120, 134, 677, 97, 560, 454, 210, 563]
+    assert tokens(RANDOM) == expected
+    expected[1::4] = [124, 637, 276]
+    assert tokens(RANDOM, TRUNCATION) == expected
+    expected[2] = 571
+    assert tokens(RANDOM, TRUNCATION, PENALTIES) == expected
 
 
 def test_a_row_draws_the_same_in_any_company():
