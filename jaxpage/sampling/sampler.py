@@ -193,8 +193,10 @@ def _choose(
         return replace(current, adjusted=adjusted, is_adjusted=is_adjusted)
 
     def random():
+        # Hashed here, once for all branches that draw.
+        keys = row_keys(state["seed"][slots], state["sequence_index"][slots], positions)
         lowest, token_ids = current.of(
-            partial(_draw, state=state, slots=slots, positions=positions, features=features)
+            partial(_draw, keys=keys, state=state, slots=slots, features=features)
         )
         # Computed only if the caller uses it.
         kept = current.logits >= lowest[:, None]
@@ -227,9 +229,9 @@ def _draw(
     logits: jax.Array,
     best: jax.Array,
     *,
+    keys: jax.Array,
     state: RequestState,
     slots: jax.Array,
-    positions: jax.Array,
     features: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """(float32[R] the least logits that are kept, int32[R] tokens); greedy rows take the argmax. best: logits.max(-1).
@@ -241,8 +243,7 @@ def _draw(
         best=best,
         lowest=jnp.full(best.shape, -jnp.inf),
         temperature=_temperature(state, slots)[:, 0],
-        keys=row_keys(state["seed"][slots], state["sequence_index"][slots]),
-        positions=positions,
+        keys=keys,
     )
 
     def draw_among_best():

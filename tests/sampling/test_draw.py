@@ -23,12 +23,12 @@ NUM_ROWS = 40_000
 
 
 def distributions(num_rows: int, *, best, lowest=-np.inf, temperature=1.0) -> Distributions:
+    seeds, index = jnp.arange(num_rows, dtype=jnp.uint32), jnp.zeros(num_rows, jnp.int32)
     return Distributions(
         best=jnp.broadcast_to(jnp.float32(best), (num_rows,)),
         lowest=jnp.full(num_rows, lowest, jnp.float32),
         temperature=jnp.full(num_rows, temperature, jnp.float32),
-        keys=row_keys(jnp.arange(num_rows, dtype=jnp.uint32), jnp.zeros(num_rows, jnp.int32)),
-        positions=jnp.full(num_rows, 3, jnp.int32),
+        keys=row_keys(seeds, index, index + 3),
     )
 
 
@@ -94,7 +94,7 @@ def test_among_the_best_the_noise_is_that_of_the_token(logits):
     lowest = np.sort(logits)[-20]
     rows = distributions(num_rows, best=logits.max(), lowest=lowest, temperature=0.8)
     everything = np.broadcast_to(np.arange(V, dtype=np.int32), (num_rows, V))
-    noise = gumbel_noise(rows.keys, rows.positions, jnp.asarray(everything), TOKENS)
+    noise = gumbel_noise(rows.keys, jnp.asarray(everything), TOKENS)
     kept = np.where(logits >= lowest, logits / np.float32(0.8), -np.inf)
     want = (kept + np.asarray(noise)).argmax(-1)
     ids = np.stack([rng.permutation(np.argsort(logits)[-30:]) for _ in range(num_rows)])
