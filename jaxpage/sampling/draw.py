@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpage.sampling.keys import GROUPS, TOKENS, gumbel_noise
+from jaxpage.sampling.keys import GROUPS, TOKENS, Keys, gumbel_noise
 from jaxpage.sampling.row_ops import argmax
 
 _GROUP = 128  # tokens; a vocabulary of 151,936 has 1187 groups
@@ -32,7 +32,7 @@ class Distributions:
     best: jax.Array
     lowest: jax.Array  # float32[R]
     temperature: jax.Array  # float32[R], positive
-    keys: jax.Array  # uint32[R, 2], see `row_keys`
+    keys: Keys
 
     def exponents(self, logits: jax.Array, height: int | None = None) -> jax.Array:
         """Logarithms of the odds against the best token, of the shape of logits; -inf for dropped tokens.
