@@ -36,6 +36,12 @@ def test_each_device_has_its_experts_and_reads_them_where_they_are(found):
         assert len(weight_copies(case, each)) == (FEW if is_copied(case) else 0), each
 
 
+def test_scales_and_zeros_are_read_where_they_are(found):
+    """Also those of `down` in Qwen3-30B-A3B: 6 groups, where a register of a TPU has 8 rows."""
+    for _, each in found:
+        assert each["scale_copies"] == [], each
+
+
 def test_experts_of_quantised_checkpoints_take_as_much_memory_as_there(found):
     """128 experts of 3 x 2048 x 768: with 4 bits a scale and a zero for each 128 inputs, with 8 bits a scale."""
     bytes_of_one = {None: 2, "int8": 1, "awq": 0.5 + 5 / 128, "fp8": 1 + 4 / 128}
