@@ -36,8 +36,8 @@ from pallas_kernels.quant_matmul.gpu_tile import (
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight, padded
 from pallas_kernels.wgmma import Ref, piece
 
-# Of a program's stages, so that two share an SM: one converts while the other multiplies.
-SMEM_KIB, MOST_STAGES = 100, 6
+# Of a program's stages, so that two share an SM, which has 228 KiB: one converts while the other multiplies.
+SMEM_KIB, MOST_STAGES = 112, 6
 
 
 def grouped_matmul(
