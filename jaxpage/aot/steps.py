@@ -25,23 +25,23 @@ def exchange_of(spec: EngineSpec) -> list[Collective]:
     the embedding; where heads do not divide evenly, the heads' attention outputs; then their shares of the logits, and
     the sampled tokens.
 
-    XLA's own products are summed in float32 on GPUs. Those of int8 weights first exchange the largest value of a row.
+    XLA's own products are summed in float32 on GPUs. Those of int8 weights with a scale for each output first exchange
+    the largest value of a row.
     """
     if spec.mesh is None or spec.num_devices == 1:
         return []
     model, num_devices = spec.model.config, spec.num_devices
     size, vocab = model.hidden_size, model.vocab_size
     itemsize = jnp.dtype(model.dtype).itemsize
-    divided = {
-        path: each for path, each in specs(spec.model).items() if _is_divided(each, spec.mesh)
-    }
+    described = specs(spec.model)
+    divided = {path: each for path, each in described.items() if _is_divided(each, spec.mesh)}
     products = [each for each in divided.values() if each.axes[0] == "embed"]
-    num_int8 = sum(each.dtype == jnp.int8 for each in products)
+    num_rounded = sum(_rounds_inputs(each, described) for each in products)
     product_itemsize = 4 if spec.hardware.platform == "gpu" else itemsize
     sums = [
         Collective("all-reduce", len(products), size * product_itemsize),
         Collective("all-reduce", int(EMBEDDING in divided), size * itemsize),
-        Collective("all-reduce", num_int8, 4),
+        Collective("all-reduce", num_rounded, 4),
     ]
     found = [each for each in sums if each.count] + _gathered_heads(spec, list(divided.values()))
     if vocab % num_devices == 0:
@@ -105,6 +105,16 @@ def tiles_of(shape: tpu_shape.Shape) -> dict[str, Any]:
 
 
 def _is_divided(parameter: ParamSpec, mesh: Mesh) -> bool:
+    """Whether devices have different parts of a matrix. Scales and zeros of quantised weights are none."""
     where = parameter.sharding(mesh)
     assert isinstance(where, NamedSharding)
-    return len(parameter.axes) == 2 and TENSOR in tuple(where.spec)
+    is_matrix = len(parameter.axes) == 2 and parameter.num_weights > 0
+    return is_matrix and TENSOR in tuple(where.spec)
+
+
+def _rounds_inputs(weight: ParamSpec, described: dict[str, ParamSpec]) -> bool:
+    """`QuantizedWeight.rounds_x` of a linear layer's weight."""
+    if weight.dtype != jnp.int8:
+        return False
+    scale = described[weight.path.removesuffix("weight") + "scale"]
+    return len(scale.axes) == 1

@@ -9,6 +9,7 @@ Letters: T tokens, E model dim, F MLP dim of an expert, X experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,11 +80,20 @@ def _weight(
 ) -> jax.Array | QuantizedWeight:
     if scale is None:
         return data.get_value()
-    return QuantizedWeight(data=data.get_value(), scale=scale.get_value(), zero=_value(zero))
+    return QuantizedWeight(data=data.get_value(), scale=_value(scale), zero=_value(zero))
 
 
-def _value(parameter: nnx.Param | None) -> jax.Array | None:
-    return None if parameter is None else parameter.get_value()
+def _value(parameter: nnx.Param | None) -> Any:
+    """The array or shape; without the groups that `weights.transform` adds for a TPU."""
+    if parameter is None:
+        return None
+    value, num_groups = parameter.get_value(), parameter.get_metadata().get("num_groups")
+    if num_groups is None:
+        return value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value.update(shape=(value.shape[0], num_groups, value.shape[2]))
+    # XLA's layout on a TPU is the same with and without padding, so this moves nothing.
+    return value[:, :num_groups]
 
 
 class MixtureOfExperts(nnx.Module):

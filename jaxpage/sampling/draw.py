@@ -4,7 +4,7 @@ Noise for each token of a large vocabulary would cost more than all the rest of 
 few tokens that top-k, top-p or min_p leaves, if they are known; and otherwise twice, a group of 128 tokens and then one
 of them. The probability of a group is the sum of its tokens' probabilities, so the distribution is the same.
 
-A row's token depends on its own logits, parameters, key and position alone.
+A row's token depends on its own logits, parameters and key alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpage.sampling.keys import GROUPS, TOKENS, gumbel_noise
+from jaxpage.sampling.keys import GROUPS, TOKENS, Keys, gumbel_noise
 from jaxpage.sampling.row_ops import argmax
 
 _GROUP = 128  # tokens; a vocabulary of 151,936 has 1187 groups
@@ -32,8 +32,7 @@ class Distributions:
     best: jax.Array
     lowest: jax.Array  # float32[R]
     temperature: jax.Array  # float32[R], positive
-    keys: jax.Array  # uint32[R, 2]
-    positions: jax.Array  # int32[R]
+    keys: Keys
 
     def exponents(self, logits: jax.Array, height: int | None = None) -> jax.Array:
         """Logarithms of the odds against the best token, of the shape of logits; -inf for dropped tokens.
@@ -47,7 +46,7 @@ class Distributions:
         return jnp.where(logits >= lowest, (logits - best) * scale, -jnp.inf)
 
     def noise(self, words: jax.Array, stream: int) -> jax.Array:
-        return gumbel_noise(self.keys, self.positions, words, stream)
+        return gumbel_noise(self.keys, words, stream)
 
 
 @jax.jit

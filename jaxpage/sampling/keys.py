@@ -1,4 +1,4 @@
-"""Counter-based randomness: the noise of a sequence at a position depends only on its key and the position.
+"""Counter-based randomness: the noise of a sequence at a position depends only on its seed, its index and the position.
 
 It uses threefry (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), like JAX's default generator.
 Rows, buckets and batches are not known here, so they cannot change a token.
@@ -15,28 +15,32 @@ import jax.numpy as jnp
 
 from jaxpage.sampling.fields import SamplerFeature, SlotField
 
-TOKENS, GROUPS = 0, 1  # streams of noise: independent words for the same key and position
+TOKENS, GROUPS = 0, 1  # streams of noise: independent words for the same key
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
-
-def row_keys(seeds: jax.Array, indices: jax.Array) -> jax.Array:
-    """uint32[R, 2]: the key data of `fold_in(key(seed), index)` for seeds uint32[R] and indices int32[R]."""
-    zero = jnp.zeros_like(seeds)
-    return jnp.stack(_threefry2x32(zero, seeds, zero, indices.astype(jnp.uint32)), axis=1)
+Keys = tuple[jax.Array, jax.Array]  # uint32[R], twice: both words of each row's key
 
 
-def gumbel_noise(keys: jax.Array, positions: jax.Array, words: jax.Array, stream: int) -> jax.Array:
-    """float32[R, N] standard Gumbel noise for keys uint32[R, 2], positions int32[R] and the word numbers int32[R, N].
+def row_keys(seeds: jax.Array, indices: jax.Array, positions: jax.Array) -> Keys:
+    """The key data of `fold_in(fold_in(key(seed), index), position)`.
 
-    Word w of a row's stream TOKENS is word w of `jax.random.bits(fold_in(key, position), (V,))`, whatever V. All 32
-    bits are used, and large noise, which decides the winner, comes from the fine end of the float grid: it ranges from
-    -2.8 to 22.9. (`jax.random.gumbel` uses 23 bits and ends at 15.9, which favours low ids among 150,000 tokens of
-    similar probability.)
+    seeds: uint32[R]; indices and positions: int32[R].
     """
-    zero = jnp.zeros_like(keys[:, 0])
-    folded = _threefry2x32(keys[:, 0], keys[:, 1], zero, positions.astype(jnp.uint32))
-    key0, key1 = (jnp.broadcast_to(word[:, None], words.shape) for word in folded)
+    zero = jnp.zeros_like(seeds)
+    keys = _threefry2x32(zero, seeds, zero, indices.astype(jnp.uint32))
+    return _threefry2x32(*keys, zero, positions.astype(jnp.uint32))
+
+
+def gumbel_noise(keys: Keys, words: jax.Array, stream: int) -> jax.Array:
+    """float32[R, N] standard Gumbel noise for the word numbers int32[R, N].
+
+    Word w of a row's stream TOKENS is word w of `jax.random.bits(key, (V,))`, whatever V. All 32 bits are used, and
+    large noise, which decides the winner, comes from the fine end of the float grid: it ranges from -2.8 to 22.9.
+    (`jax.random.gumbel` uses 23 bits and ends at 15.9, which favours low ids among 150,000 tokens of similar
+    probability.)
+    """
+    key0, key1 = (jnp.broadcast_to(word[:, None], words.shape) for word in keys)
     counter = words.astype(jnp.uint32)
     high, low = _threefry2x32(key0, key1, jnp.full_like(counter, stream), counter)
     uniform = ((high ^ low).astype(jnp.float32) + 0.5) * 2.0**-32

@@ -24,7 +24,7 @@ from jaxpage.sampling.constraints import is_set
 from jaxpage.sampling.draw import Distributions, draw, draw_among
 from jaxpage.sampling.features import ASKED, BEFORE_ARGMAX, bits, processor_bits
 from jaxpage.sampling.fields import Processors, RequestState, SamplerFeature
-from jaxpage.sampling.keys import RANDOM, row_keys
+from jaxpage.sampling.keys import RANDOM, Keys, row_keys
 from jaxpage.sampling.logprobs import (
     LOGPROBS,
     LOGPROBS_MODES,
@@ -193,9 +193,11 @@ def _choose(
         return replace(current, adjusted=adjusted, is_adjusted=is_adjusted)
 
     def random():
-        lowest, token_ids = current.of(
-            partial(_draw, state=state, slots=slots, positions=positions, features=features)
-        )
+        # Hashed and gathered here, once for all branches that draw.
+        keys = row_keys(state["seed"][slots], state["sequence_index"][slots], positions)
+        temperature = state["temperature"][slots]
+        draw_rows = partial(_draw, keys=keys, temperature=temperature, state=state, slots=slots)
+        lowest, token_ids = current.of(partial(draw_rows, features=features))
         # Computed only if the caller uses it.
         kept = current.logits >= lowest[:, None]
         kept = jnp.where(kept, current.logits / _temperature(state, slots), -jnp.inf)
@@ -227,22 +229,22 @@ def _draw(
     logits: jax.Array,
     best: jax.Array,
     *,
+    keys: Keys,
+    temperature: jax.Array,
     state: RequestState,
     slots: jax.Array,
-    positions: jax.Array,
     features: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """(float32[R] the least logits that are kept, int32[R] tokens); greedy rows take the argmax. best: logits.max(-1).
 
-    How a row chooses depends on the row alone, so its token does too.
+    keys and temperature: those of the rows. How a row chooses depends on the row alone, so its token does too.
     """
-    is_random = (state["temperature"][slots] > 0) & jnp.isfinite(best)
+    is_random = (temperature > 0) & jnp.isfinite(best)
     rows = Distributions(
         best=best,
         lowest=jnp.full(best.shape, -jnp.inf),
-        temperature=_temperature(state, slots)[:, 0],
-        keys=row_keys(state["seed"][slots], state["sequence_index"][slots]),
-        positions=positions,
+        temperature=jnp.where(temperature > 0, temperature, 1.0),
+        keys=keys,
     )
 
     def draw_among_best():

@@ -7,6 +7,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 ChooseQuantized = Callable[
     [QuantizedWeight, tuple[str, ...], tuple[int, ...]], Choice[MatmulKernel]
 ]
+
+_SUBLANES = 8  # rows of a register of a TPU
 
 
 @jax.jit
@@ -116,7 +119,7 @@ def choose_quantized_products(model: CausalLM, choose: ChooseQuantized) -> set[s
 def choose_experts(
     model: CausalLM, choose: Callable[[Weights, Weights], Choice[ExpertsKernel]]
 ) -> set[str]:
-    """Set the kernel of each mixture of experts, in place.
+    """Set the kernel of each mixture of experts, in place, and store scales and zeros as it reads them.
 
     `choose` gets its gate_up and down, as arrays or shapes. Returns the reasons why the platform's kernel is not used,
     where that is so.
@@ -128,7 +131,29 @@ def choose_experts(
             choice = choose(weights.gate_up, weights.down)
             module.kernel = choice.chosen
             reasons.add(choice.reason)
+            if choice.chosen.platform == "tpu":
+                _pad_groups(module.experts)
     return reasons - {None}
+
+
+def _pad_groups(experts: Experts) -> None:
+    """Scales and zeros of groups, [X, J, F], with J a multiple of a register's rows, in place. Otherwise XLA would have
+    experts in these rows, to save memory, and rearrange them for each call of the kernel.
+    """
+    for weight, part in itertools.product(("gate_up_proj", "down_proj"), ("scale", "zero")):
+        name = f"{weight}_{part}"
+        parameter: nnx.Param | None = getattr(experts, name)
+        shape = () if parameter is None else parameter.get_value().shape
+        if parameter is None or len(shape) != 3 or shape[1] % _SUBLANES == 0:
+            continue
+        metadata, value = parameter.get_metadata(), _now(_padded, parameter.get_value())
+        how = {"axes": metadata["axes"], "units": value.shape, "init": metadata["init"]}
+        setattr(experts, name, nnx.data(nnx.Param(value, **how, num_groups=shape[1])))
+
+
+@jax.jit
+def _padded(array: jax.Array) -> jax.Array:
+    return jnp.pad(array, ((0, 0), (0, -array.shape[1] % _SUBLANES), (0, 0)))
 
 
 def _now(function: Callable[..., Any], *arrays: Any) -> Any:

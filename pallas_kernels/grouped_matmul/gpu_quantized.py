@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.gpu_rows import ALIGNED, Tiles, tiles_of
+from pallas_kernels.grouped_matmul.gpu_rows import ALIGNED, Tiles, groups_of, tiles_of
 from pallas_kernels.quant_matmul.gpu_tile import (
     CHUNK,
     ROWS,
@@ -36,8 +36,8 @@ from pallas_kernels.quant_matmul.gpu_tile import (
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight, padded
 from pallas_kernels.wgmma import Ref, piece
 
-# Of a program's stages, so that two share an SM: one converts while the other multiplies.
-SMEM_KIB, MOST_STAGES = 100, 6
+# Of a program's stages, so that two share an SM, which has 228 KiB: one converts while the other multiplies.
+SMEM_KIB, MOST_STAGES = 112, 6
 
 
 def grouped_matmul(
@@ -59,19 +59,16 @@ def _of_rows(
     out: jax.Array, group_sizes: jax.Array, num_rows: int, padded_rows: int, tile: int
 ) -> jax.Array:
     """[T, F] of the results of all tiles."""
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    firsts = ends - group_sizes
-    begins = firsts // ALIGNED * ALIGNED
-    counts = jnp.where(group_sizes > 0, -(-(ends - begins) // tile), 0)
-    tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
+    groups = groups_of(group_sizes, tile)
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, row, side="right", method="compare_all")
+    group = jnp.searchsorted(groups.end, row, side="right", method="compare_all")
     group = jnp.minimum(group, group_sizes.shape[0] - 1)
-    number = (row - begins[group]) // tile
-    begin = jnp.minimum(begins[group] + number * tile, padded_rows - tile)
-    at = ((tile_ends - counts)[group] + number) * tile + row - begin
+    number = (row - groups.begin[group]) // tile
+    begin = jnp.minimum(groups.begin[group] + number * tile, padded_rows - tile)
+    first_tile = jnp.cumsum(groups.num_tiles, dtype=jnp.int32) - groups.num_tiles
+    at = (first_tile[group] + number) * tile + row - begin
     found = out.at[at].get(mode="clip")
-    return jnp.where(row[:, None] < ends[-1], found, 0.0)
+    return jnp.where(row[:, None] < groups.end[-1], found, 0.0)
 
 
 def _call(

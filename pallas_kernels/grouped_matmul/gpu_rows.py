@@ -21,15 +21,29 @@ class Tiles(NamedTuple):
     end: Any  # to before here
 
 
+class Groups(NamedTuple):
+    """The rows that belong to each group, and its tiles: int32[groups] each."""
+
+    first: jax.Array
+    end: jax.Array  # the row after its last one
+    begin: jax.Array  # where its tiles begin, a multiple of ALIGNED
+    num_tiles: jax.Array
+
+
+def groups_of(group_sizes: jax.Array, tile: int) -> Groups:
+    end = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    first = end - group_sizes
+    begin = first // ALIGNED * ALIGNED
+    num_tiles = jnp.where(group_sizes > 0, -(-(end - begin) // tile), 0)
+    return Groups(first, end, begin, num_tiles)
+
+
 def tiles_of(group_sizes: jax.Array, num_rows: int, tile: int) -> Tiles:
-    num_groups = group_sizes.shape[0]
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    firsts = ends - group_sizes
-    begins = firsts // ALIGNED * ALIGNED
-    counts = jnp.where(group_sizes > 0, -(-(ends - begins) // tile), 0)
+    groups, num_groups = groups_of(group_sizes, tile), group_sizes.shape[0]
     most_groups = min(num_groups, num_rows)
     most = (num_rows + most_groups * (ALIGNED - 1)) // tile + most_groups
-    group, number, _ = expand(counts, most)
-    begin = begins[group] + number * tile
-    first, end = jnp.maximum(firsts[group], begin), jnp.minimum(ends[group], begin + tile)
+    group, number, _ = expand(groups.num_tiles, most)
+    begin = groups.begin[group] + number * tile
+    first = jnp.maximum(groups.first[group], begin)
+    end = jnp.minimum(groups.end[group], begin + tile)
     return Tiles(group, begin, first, end)

@@ -104,12 +104,25 @@ def _look(
         for path, each in specs(spec.model).items()
         if path.endswith(("experts.gate_up_proj", "experts.down_proj"))
     }
+    scales = {
+        each.sharding(spec.mesh).shard_shape(each.shape)
+        for path, each in specs(spec.model).items()
+        if ".experts." in path and path.endswith(("_scale", "_zero")) and len(each.shape) == 3
+    }
     calls = [name for name, _ in kernel_calls(contents)]
     return {
         "num_tokens": num_tokens,
         "num_layers": spec.model.config.num_layers,
         "experts_of_a_device": min(shape[0] for shape in shares),
         "weight_copies": list(copies_of_size(contents, shares)),
+        # In which the groups are rearranged, or taken from among others.
+        "scale_copies": [
+            each.line.strip()[:200]
+            for each in contents
+            if each.opcode in ("copy", "transpose", "slice")
+            for array in each.arrays
+            if any(array.shape[::2] == scale[::2] for scale in scales)
+        ],
         "exchanges": exchanges(contents),
         "reckoned": [*exchange_of(spec), *aot_experts.exchange_of_experts(spec)],
         "kernel_calls": len(calls),

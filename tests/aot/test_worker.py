@@ -10,11 +10,14 @@ import pytest
 from jaxpage.aot.exchange import Collective
 from jaxpage.aot.experts import exchange_of_experts, num_active, numbers_of
 from jaxpage.aot.pictures import numbers_of_encoder
+from jaxpage.aot.steps import exchange_of
 from jaxpage.aot.worker import largest_step_bytes
 from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import make_engine_spec
 from jaxpage.parallel.mesh import local_mesh
+from jaxpage.weights.spec import specs
 from tests.aot.models import EXPERTS, MODELS, QWEN2_5_VL_3B
+from tests.aot.quantised import METHODS
 
 
 def program(temp_bytes: int, result_bytes: int) -> dict[str, int]:
@@ -80,3 +83,29 @@ def test_tokens_do_not_pass_the_encoder_of_pictures(tmp_path):
 def test_devices_add_up_what_their_experts_say(num_devices, count, tmp_path):
     spec = spec_of(EXPERTS["Qwen3-30B-A3B"], tmp_path, num_devices)
     assert exchange_of_experts(spec) == [Collective("all-reduce", count, 2 * 2048)] * (count > 0)
+
+
+INT8_OF_GROUPS = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "method", [*METHODS.values(), INT8_OF_GROUPS], ids=[*METHODS, "int8 of groups"]
+)
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen3-30B-A3B"])
+def test_devices_exchange_no_more_for_weights_with_groups_of_inputs(name, method, tmp_path):
+    """Their scales and zeros are not multiplied, and rows of x are not rounded."""
+    config = (MODELS | EXPERTS)[name] | {"num_hidden_layers": 2}
+    expected = exchange_of(spec_of(config, tmp_path, 2))
+    spec = spec_of(config | {"quantization_config": method}, tmp_path, 2)
+    scales = [each for path, each in specs(spec.model).items() if path.endswith("q_proj.scale")]
+    assert [each.axes for each in scales] == [("embed", "heads")] * 2
+    assert exchange_of(spec) == expected

@@ -5,6 +5,7 @@ With a jax that is not of `hopper.JAX_VERSIONS` there is nothing to collect; CI 
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
@@ -53,9 +54,11 @@ class TestInterpreted(Hopper):
         rows = (6, 1), (127, 3)
         self.check_rows_alone("bfloat16", rows, before=(0, 31), lengths=(130, 300), exact=True)
 
-    @pytest.mark.parametrize("number", ["int4", "fp8_e4m3"])
-    def test_and_so_with_groups(self, number):
-        options = dict(format=number, group_size=128, symmetric=number == "int4", num_outputs=128)
+    @pytest.mark.parametrize(
+        ("number", "size"), [("int4", 128), ("int4", 64), ("int4", 32), ("fp8_e4m3", 128)]
+    )
+    def test_and_so_with_groups(self, number, size):
+        options = dict(format=number, group_size=size, symmetric=number == "int4", num_outputs=128)
         options |= dict(lengths=(130, 300), exact=True)
         self.check_rows_alone("bfloat16", ((6, 1), (127, 3)), before=(0, 31), **options)
 
@@ -126,3 +129,26 @@ def test_experts_are_multiplied_by_the_kernel(monkeypatch, name):
     monkeypatch.setattr(hopper, "unsupported_ptxas_here", lambda: None)
     device = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
     assert experts.choose(WEIGHTS[name], WEIGHTS[name], device).chosen.platform == "gpu"
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_int4_is_loaded_while_it_is_multiplied_by_two_programs_of_an_sm(group_size, tile):
+    from pallas_kernels.grouped_matmul.gpu_quantized import MOST_STAGES, SMEM_KIB
+    from pallas_kernels.quant_matmul.gpu_tile import memory_of, operands_of
+
+    by_group = 2, 512 // group_size, 256
+    weights = QuantizedWeight(
+        data=jnp.zeros((2, 256, 256), jnp.uint8),
+        scale=jnp.ones(by_group),
+        zero=jnp.zeros(by_group, jnp.uint8),
+    )
+    operands = operands_of(jnp.zeros((tile, 512), jnp.bfloat16), weights)
+    options = {"smem_kib": SMEM_KIB, "most_stages": MOST_STAGES, "interpret": None}
+    stages = memory_of(operands, weights, tile, **options).stages
+    num_stages = stages.x.shape[0]
+    assert num_stages >= 2
+    arrays = ((each.shape, jnp.dtype(each.dtype)) for each in stages.present())
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
+    # An SM has 228 KiB, and keeps 1 of them for each program. A stage has a barrier of 8 bytes.
+    assert 2 * (size + 8 * num_stages) <= (228 - 2) * 1024

@@ -13,6 +13,7 @@ from scipy import stats
 from jaxpage.sampling.draw import Distributions, _draw_by_groups, draw, draw_among
 from jaxpage.sampling.features import bits
 from jaxpage.sampling.keys import RANDOM, TOKENS, gumbel_noise, row_keys
+from jaxpage.sampling.penalties import PENALTIES
 from jaxpage.sampling.sampler import sample
 from jaxpage.sampling.truncation import TRUNCATION
 from tests.sampling.oracle import Row, make_state
@@ -22,12 +23,12 @@ NUM_ROWS = 40_000
 
 
 def distributions(num_rows: int, *, best, lowest=-np.inf, temperature=1.0) -> Distributions:
+    seeds, index = jnp.arange(num_rows, dtype=jnp.uint32), jnp.zeros(num_rows, jnp.int32)
     return Distributions(
         best=jnp.broadcast_to(jnp.float32(best), (num_rows,)),
         lowest=jnp.full(num_rows, lowest, jnp.float32),
         temperature=jnp.full(num_rows, temperature, jnp.float32),
-        keys=row_keys(jnp.arange(num_rows, dtype=jnp.uint32), jnp.zeros(num_rows, jnp.int32)),
-        positions=jnp.full(num_rows, 3, jnp.int32),
+        keys=row_keys(seeds, index, index + 3),
     )
 
 
@@ -93,12 +94,37 @@ def test_among_the_best_the_noise_is_that_of_the_token(logits):
     lowest = np.sort(logits)[-20]
     rows = distributions(num_rows, best=logits.max(), lowest=lowest, temperature=0.8)
     everything = np.broadcast_to(np.arange(V, dtype=np.int32), (num_rows, V))
-    noise = gumbel_noise(rows.keys, rows.positions, jnp.asarray(everything), TOKENS)
+    noise = gumbel_noise(rows.keys, jnp.asarray(everything), TOKENS)
     kept = np.where(logits >= lowest, logits / np.float32(0.8), -np.inf)
     want = (kept + np.asarray(noise)).argmax(-1)
     ids = np.stack([rng.permutation(np.argsort(logits)[-30:]) for _ in range(num_rows)])
     found = jax.jit(lambda x, ids: draw_among(x, ids, rows))(logits[ids], ids.astype(np.int32))
     np.testing.assert_array_equal(found, want)
+
+
+def test_seeded_requests_get_the_tokens_they_always_got():
+    """Ids as recorded in November 2026: by groups, among the best tokens, from logits as given and adjusted."""
+    logits = (np.random.default_rng(3).normal(size=(12, V)) * 2).astype(np.float32)
+    ways = [{}, {"top_k": 40}, {"frequency_penalty": 2.0}, {"top_p": 0.9, "presence_penalty": 2.0}]
+    best = logits.argmax(-1).tolist()
+    rows = [
+        Row(seed=2**31 + i, prompt=[i] * i, output=[best[i]], temperature=0.8 + i / 10, **way)
+        for i, way in enumerate(ways * 3)
+    ]
+    positions = jnp.asarray([row.position for row in rows])
+    state = make_state(rows, V) | {"sequence_index": jnp.arange(13) % 3}
+    run = jax.jit(partial(sample, num_top_logprobs=0, logprobs_mode="raw"))
+
+    def tokens(*features) -> list[int]:
+        slots = jnp.arange(12) + 1
+        return run(logits, state, slots, positions, jnp.int32(bits(*features))).token_ids.tolist()
+
+    expected = [9, 293, 566, 398, 120, 134, 677, 97, 560, 454, 210, 563]
+    assert tokens(RANDOM) == expected
+    expected[1::4] = [124, 637, 276]
+    assert tokens(RANDOM, TRUNCATION) == expected
+    expected[2] = 571
+    assert tokens(RANDOM, TRUNCATION, PENALTIES) == expected
 
 
 def test_a_row_draws_the_same_in_any_company():

@@ -12,11 +12,14 @@ from jax.sharding import Mesh
 
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.registry import build
+from jaxpage.ops.experts import ExpertsKernel
+from jaxpage.ops.implementations import Choice
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
 from jaxpage.weights.quantized_layers import quantized_weights
 from jaxpage.weights.save import save
 from jaxpage.weights.spec import specs, variables
+from jaxpage.weights.transform import choose_experts
 from tests import mixtures
 from tests.quantized_checkpoints import FORMATS, write
 from tests.weights.test_quantized import abstract, values
@@ -105,6 +108,31 @@ def test_devices_have_whole_experts(name, source, tmp_path):
         assert array.sharding == wanted[path].sharding(mesh), path
         shape = (array.shape[0] // 2, *array.shape[1:])
         assert {shard.data.shape for shard in array.addressable_shards} == {shape}
+
+
+@pytest.mark.parametrize("name", ["awq-g128", "fp8-block"])
+def test_groups_that_fill_the_registers_of_a_tpu_are_the_same_groups(name, source, tmp_path):
+    """Its kernel has 8 of them in a register, and these experts have 2. An abstract model gets the same shapes."""
+    write(source, tmp_path, FORMATS[name])
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    model = load(abstract(tmp_path, mesh), tmp_path, mesh=mesh, use_tqdm=False)
+    before, as_shapes = weights_of(model), abstract(tmp_path, mesh)
+    for each in (model, as_shapes):
+        choose_experts(each, lambda *_: Choice("tpu", ExpertsKernel("tpu")))
+    described = of_experts(specs(model))
+    assert described == of_experts(specs(as_shapes))
+    for path, variable in of_experts(variables(model)).items():
+        array = variable.get_value()
+        assert array.sharding == described[path].sharding(mesh), path
+        assert path.endswith("_proj") or array.shape[1] == 8, path
+    after = weights_of(model)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    sizes = [array.shape for array in jax.tree.leaves(after)]
+    assert [array.shape for array in jax.tree.leaves(weights_of(as_shapes))] == sizes
+
+
+def weights_of(model):
+    return model.model.layers[0].mlp.experts.weights
 
 
 def test_experts_that_are_partly_floats_are_dequantised(source, tmp_path):
