@@ -313,29 +313,31 @@ def _check_room(spec: EngineSpec, num_blocks: int) -> None:
 
 def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
     """The host blocks of `swap_space`, and the store on disk for the third tier."""
-    config, pool = spec.config, spec.pool
+    config, pools = spec.config, spec.pools
     if config.swap_space == 0:
         return None
-    num_blocks = int(config.swap_space * 2**30) // pool.bytes_per_block
+    block_bytes = sum(pool.bytes_per_block for pool in pools)
+    num_blocks = int(config.swap_space * 2**30) // block_bytes
     if num_blocks == 0:
         raise ValueError(
-            f"swap_space={config.swap_space} GiB holds no block of {pool.bytes_per_block} bytes"
+            f"swap_space={config.swap_space} GiB holds no block of {block_bytes} bytes"
         )
     store = None
     if config.kv_offload_dir is not None:
-        shapes = content_shapes(pool)
+        shapes = [x for pool in pools for x in content_shapes(pool)]
+        models = [each.model for each in spec.models]
         # Any number of blocks of the pool will do: blocks on disk fit all of them.
-        layout = repr(replace(pool, num_blocks=0))
-        described = [repr(spec.model.config), repr(spec.groups), layout]
+        layouts = [repr(replace(pool, num_blocks=0)) for pool in pools]
+        described = [*(repr(each.config) for each in models), repr(spec.groups), *layouts]
         if config.numerics == "strict":  # each bit counts, and other programs round otherwise
             machine = machine_fingerprint(spec.device, compiler_flags())
             described.append(f"{machine} {spec.num_devices}")
-        parameters = jax.tree.leaves(nnx.state(spec.model))
+        parameters = jax.tree.leaves([nnx.state(each) for each in models])
         folder = Path(config.kv_offload_dir) / fingerprint(described, map(np.asarray, parameters))
         store = BlockStore(folder, [x.shape for x in shapes], [x.dtype for x in shapes])
     shardings = None
     if spec.device.platform != "cpu":
-        shardings = content_shardings(pool, spec.mesh)
+        shardings = [x for pool in pools for x in content_shardings(pool, spec.mesh)]
     return HostMemory(num_blocks, shardings=shardings, store=store)
 
 

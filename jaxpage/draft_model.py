@@ -58,11 +58,6 @@ def make_draft_model(
     folder = config.draft_model
     if folder is None:
         return None
-    if config.swap_space:
-        raise ValueError(
-            f"swap_space={config.swap_space} moves KV of the model to the host, but not that of a draft model: leave "
-            'it out, or take the method "ngram" of speculative_config'
-        )
     # Quantised as its own checkpoint is, or to int8 as the model is.
     quantization = config.quantization if config.quantization in ("int8", "dequantize") else None
     own = replace(config, model=folder, hf_config_path=None, quantization=quantization)

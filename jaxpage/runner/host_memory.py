@@ -8,7 +8,8 @@ asynchronous: the host waits for the contents only when they are used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -22,7 +23,8 @@ from jaxpage.ops.blocks import gather_blocks, scatter_blocks
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.calls import BLOCKS_PER_CALL
 
-# One block as an array [L, block_size, ...] over the L arrays of the pool; two such arrays for a quantised pool.
+# One block as an array [L, block_size, ...] over the L arrays of the pool; two such arrays for a quantised pool. With
+# a draft model, those of its pool follow.
 Content = list[jax.Array] | list[np.ndarray]
 
 
@@ -96,6 +98,35 @@ def write_blocks(
     structure = jax.tree.structure(pool[0])
     contents_of_pool = jax.tree.unflatten(structure, stacks)
     return scatter_blocks(pool, block_ids, contents_of_pool, spec=spec, mesh=mesh)
+
+
+def read_pools(
+    specs: Sequence[KVPoolSpec], mesh: Mesh | None, arrays: KVPool, block_ids: jax.Array
+) -> list[list[jax.Array]]:
+    """`read_blocks` of several pools, whose arrays follow each other: the contents of a block do, too."""
+    found = [read_blocks(spec, mesh, pool, block_ids) for spec, pool in _pools(specs, arrays)]
+    return [list(itertools.chain(*parts)) for parts in zip(*found, strict=True)]
+
+
+def write_pools(
+    specs: Sequence[KVPoolSpec],
+    mesh: Mesh | None,
+    arrays: KVPool,
+    block_ids: jax.Array,
+    contents: list[list[jax.Array]],
+) -> KVPool:
+    """The inverse of `read_pools`."""
+    written, end = [], 0
+    for spec, pool in _pools(specs, arrays):
+        start, end = end, end + len(jax.tree.leaves(pool[0]))
+        own = [content[start:end] for content in contents]
+        written += write_blocks(spec, mesh, pool, block_ids, own)
+    return written
+
+
+def _pools(specs: Sequence[KVPoolSpec], arrays: KVPool) -> Iterator[tuple[KVPoolSpec, KVPool]]:
+    rest = iter(arrays)
+    return ((spec, list(itertools.islice(rest, spec.num_arrays))) for spec in specs)
 
 
 def content_shapes(spec: KVPoolSpec) -> list[jax.ShapeDtypeStruct]:

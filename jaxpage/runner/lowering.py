@@ -37,8 +37,8 @@ from jaxpage.runner.encoder import abstract_inputs, encode_name
 from jaxpage.runner.host_memory import (
     content_shapes,
     content_shardings,
-    read_blocks,
-    write_blocks,
+    read_pools,
+    write_pools,
 )
 from jaxpage.runner.layout import Layout
 from jaxpage.runner.layouts import layouts_of, sample_sizes
@@ -302,23 +302,23 @@ class Lowerings:
         )
 
     def _lower_read(self) -> jax.stages.Lowered:
-        read = partial(read_blocks, self.pool_spec, self._mesh)
+        read = partial(read_pools, self._pools, self._mesh)
         results = self._out_shardings([self._content] * BLOCKS_PER_CALL)
         return jax.jit(read, **results).lower(self._pool, self._integers(BLOCKS_PER_CALL))
 
     def _lower_write(self) -> jax.stages.Lowered:
         ids, contents = self._integers(BLOCKS_PER_CALL), [self._content] * BLOCKS_PER_CALL
-        write = partial(write_blocks, self.pool_spec, self._mesh)
+        write = partial(write_pools, self._pools, self._mesh)
         results = self._out_shardings(self._pool)
         return jax.jit(write, donate_argnums=0, **results).lower(self._pool, ids, contents)
 
     @property
     def _content(self) -> list[jax.ShapeDtypeStruct]:
         """The content of one block, as it leaves the device and comes back."""
-        shapes = content_shapes(self.pool_spec)
+        shapes = [x for pool in self._pools for x in content_shapes(pool)]
         if self._mesh is None:
             return shapes
-        shardings = content_shardings(self.pool_spec, self._mesh)
+        shardings = [x for pool in self._pools for x in content_shardings(pool, self._mesh)]
         return [_struct(x, each) for x, each in zip(shapes, shardings, strict=True)]
 
     def _out_shardings(self, *results: Any) -> dict[str, Any]:

@@ -50,6 +50,11 @@ def check_all_right(llm: LLM) -> None:
     [
         pytest.param({}, id="plain"),
         pytest.param({"num_gpu_blocks_override": 24}, id="preempted", marks=pytest.mark.slow),
+        pytest.param(
+            {"num_gpu_blocks_override": 24, "swap_space": 0.01, "preemption_mode": "swap"},
+            id="swapped",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"max_num_batched_tokens": 16}, id="chunks", marks=pytest.mark.slow),
         pytest.param({"block_size": 4}, id="small blocks", marks=pytest.mark.slow),
         pytest.param({"tensor_parallel_size": 2}, id="two devices", marks=pytest.mark.slow),
@@ -66,6 +71,26 @@ def test_the_model_itself_drafts_what_it_samples(options, qwen2, expected):
     assert_same_answers(answers(llm, *requests()), expected, atol=2e-4)
     assert llm.stats().prefix_cache_hits > 0 or few_blocks
     check_all_right(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_blocks_on_disk_have_the_kv_of_both_models(dtype, qwen2, expected, tmp_path):
+    """Two engines, the second of which finds what the first has left; one with another draft model finds nothing."""
+    options = {"enforce_eager": True, "swap_space": 0.01, "kv_offload_dir": str(tmp_path / "kv")}
+    options |= {"kv_cache_dtype": dtype}
+    plain = answers(make_llm(qwen2, enforce_eager=True, kv_cache_dtype=dtype), *requests())
+    for _ in range(2):
+        llm = make_llm(qwen2, **drafts_of(qwen2), **options)
+        assert_same_answers(answers(llm, *requests()), plain, atol=2e-4)
+        check_all_right(llm)
+        hits = llm.stats().prefix_cache_hits
+        llm.save_prefix_cache()
+    assert hits > 0
+    other = checkpoints.build("qwen2", 2, tmp_path / "other")
+    llm = make_llm(qwen2, **drafts_of(other), **options)
+    assert_same_answers(answers(llm, *requests()), plain, atol=2e-4)
+    assert llm.stats().prefix_cache_hits == 0
 
 
 @pytest.mark.slow
@@ -137,7 +162,6 @@ def spec_of(path, **options) -> EngineSpec:
 @pytest.mark.parametrize(
     ("family", "changes", "options", "message"),
     [
-        ("qwen2", {}, {"swap_space": 1}, "swap_space=1 moves KV of the model"),
         ("qwen2", {}, {"numerics": "strict"}, "not for a draft model"),
         ("qwen2", {"vocab_size": 4000}, {}, "vocabulary of 4,000 tokens"),
         (None, {}, {}, "draft model of speculative_config: .*config.json does not exist"),
