@@ -45,19 +45,19 @@ def check_all_right(llm: LLM) -> None:
     assert not stats.num_blocks_used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"num_gpu_blocks_override": 24}, id="preempted", marks=pytest.mark.slow),
+        pytest.param({"num_gpu_blocks_override": 24}, id="preempted"),
         pytest.param(
             {"num_gpu_blocks_override": 24, "swap_space": 0.01, "preemption_mode": "swap"},
             id="swapped",
-            marks=pytest.mark.slow,
         ),
-        pytest.param({"max_num_batched_tokens": 16}, id="chunks", marks=pytest.mark.slow),
-        pytest.param({"block_size": 4}, id="small blocks", marks=pytest.mark.slow),
-        pytest.param({"tensor_parallel_size": 2}, id="two devices", marks=pytest.mark.slow),
+        pytest.param({"max_num_batched_tokens": 16}, id="chunks"),
+        pytest.param({"block_size": 4}, id="small blocks"),
+        pytest.param({"tensor_parallel_size": 2}, id="two devices"),
     ],
 )
 def test_the_model_itself_drafts_what_it_samples(options, qwen2, expected):
