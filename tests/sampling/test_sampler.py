@@ -57,11 +57,11 @@ def run(
         logits = np.pad(logits, ((0, len(rows) - num_rows), (0, 0)))
     positions = [0 if slot == 0 else rows[slot - 1].position for slot in slots]
     result = jitted(
-        jnp.asarray(logits),
+        logits,
         make_state(rows, logits.shape[1]),
-        jnp.asarray(slots, jnp.int32),
-        jnp.asarray(positions, jnp.int32),
-        jnp.int32(features),
+        np.array(slots, np.int32),
+        np.array(positions, np.int32),
+        np.int32(features),
         num_top_logprobs=logits.shape[1] if top is None else top,
         logprobs_mode=mode,
     )
