@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from jaxpage.sampling.keys import GROUPS, TOKENS, gumbel_noise, row_keys
 
@@ -53,6 +52,9 @@ def test_noise_is_made_of_the_bits_that_jax_draws_for_the_folded_key(partitionab
 
 
 def test_noise_has_the_gumbel_distribution():
+    # Here, because each process collects all tests and runs only some.
+    from scipy import stats
+
     keys = row_keys_of([(seed, 1) for seed in range(8)])
     noise = np.stack([noise_of(keys, np.zeros(8, np.int32), 10_000, x) for x in (TOKENS, GROUPS)])
     assert np.isfinite(noise).all()
@@ -60,6 +62,9 @@ def test_noise_has_the_gumbel_distribution():
 
 
 def test_streams_are_independent():
+    # Here, because each process collects all tests and runs only some.
+    from scipy import stats
+
     keys = row_keys_of([(seed, 1) for seed in range(8)])
     tokens, groups = (noise_of(keys, np.zeros(8, np.int32), 10_000, x) for x in (TOKENS, GROUPS))
     assert not (tokens == groups).any()
