@@ -32,8 +32,7 @@ def logits(path, prompts):
 
 @pytest.fixture(scope="module")
 def llm(path):
-    """Prompts come in chunks. The sizes are those of `test_parity.py`, which shares the programs."""
-    return checkpoints.make_llm(path, max_model_len=512, max_num_batched_tokens=32)
+    return checkpoints.make_llm(path, **checkpoints.TIGHT)  # prompts come in chunks
 
 
 def generate(llm, prompts, **options):
