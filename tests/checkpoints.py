@@ -275,7 +275,7 @@ def torch_logits(path: str | Path, token_ids: np.ndarray, *, dtype: str = "float
         return model(torch.tensor(token_ids)).logits.float().numpy()
 
 
-# Options of engines with small blocks and chunks and little room: the same in several files, so that they share programs.
+# Engines with small blocks and chunks and little room: the same in several files, so that they share programs.
 TIGHT = {
     "block_size": 4,
     "num_gpu_blocks_override": 93,
