@@ -275,6 +275,15 @@ def torch_logits(path: str | Path, token_ids: np.ndarray, *, dtype: str = "float
         return model(torch.tensor(token_ids)).logits.float().numpy()
 
 
+# Engines with small blocks and chunks and little room: the same in several files, so that they share programs.
+TIGHT = {
+    "block_size": 4,
+    "num_gpu_blocks_override": 93,
+    "max_model_len": 368,
+    "max_num_batched_tokens": 16,
+}
+
+
 def make_llm(path: str | Path, *, all_programs: bool = False, **options: Any) -> LLM:
     """An engine of a tiny checkpoint that is exact and soon there. `options` come on top."""
     small = {

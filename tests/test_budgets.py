@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,7 +46,8 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+@functools.cache
+def functions(path: Path) -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Outermost functions and methods. A closure counts as a part of what surrounds it."""
 
     def walk(node: ast.AST, prefix: str):
@@ -59,7 +59,7 @@ def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunc
             else:
                 yield from walk(child, prefix)
 
-    yield from walk(parsed(path), "")
+    return list(walk(parsed(path), ""))
 
 
 @functools.cache
@@ -67,8 +67,14 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def classes(path: Path) -> Iterator[ast.ClassDef]:
-    return (n for n in ast.walk(parsed(path)) if isinstance(n, ast.ClassDef))
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(parsed(path)))
+
+
+@functools.cache
+def classes(path: Path) -> list[ast.ClassDef]:
+    return [n for n in nodes(path) if isinstance(n, ast.ClassDef)]
 
 
 def fields(cls: ast.ClassDef) -> list[str]:
@@ -184,7 +190,7 @@ def test_only_one_file_reads_the_environment():
         f"{name_of(path)}:{node.lineno}"
         for path in FILES
         if path != ROOT / "jaxpage/environment.py"
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"))
         or (isinstance(node, ast.alias) and node.name in ("environ", "getenv", "environb"))
     ]

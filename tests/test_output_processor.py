@@ -82,9 +82,20 @@ engines = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(options, min_size=1, max_size=4), engines)
 def test_kinds_of_output_are_parts_of_the_same_answer(all_options, engine_options):
+    check_kinds_of_output(all_options, engine_options)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(st.lists(options, min_size=1, max_size=4), engines)
+def test_kinds_of_output_are_parts_of_the_same_answer_in_depth(all_options, engine_options):
+    check_kinds_of_output(all_options, engine_options)
+
+
+def check_kinds_of_output(all_options, engine_options):
     answers = {}
     for kind in RequestOutputKind:
         requests = [

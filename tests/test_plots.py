@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgba
 
 from jaxpage import plots
 from jaxpage.engine.snapshot import take_snapshot
@@ -18,10 +15,21 @@ QUESTIONS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [7, 8, 9, 10, 11])
 
 
 @pytest.fixture(autouse=True)
-def no_window():
+def plt():
+    """`matplotlib.pyplot` without a window. Imported here and below: each process collects all tests and runs some."""
+    import matplotlib
+
     matplotlib.use("Agg")
-    yield
+    import matplotlib.pyplot as plt
+
+    yield plt
     plt.close("all")
+
+
+def to_rgba(colour):
+    from matplotlib.colors import to_rgba
+
+    return to_rgba(colour)
 
 
 def record(engine, *requests):
@@ -157,7 +165,7 @@ def test_waste_draws_the_share_of_each_cause_on_top_of_the_other():
     assert [text.get_text() for text in ax.get_legend().get_texts()] == list(plots.CAUSES.values())
 
 
-def test_axes_that_are_given_are_drawn_into():
+def test_axes_that_are_given_are_drawn_into(plt):
     stats, snapshots = record(make_engine(num_blocks=20), samples())
     _, axes = plt.subplots(1, 4)
     assert plots.occupancy(stats, axes[0]) is axes[0]

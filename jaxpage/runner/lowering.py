@@ -178,7 +178,7 @@ class Lowerings:
     def allocate(self) -> tuple[KVPool, RequestState]:
         """Allocate the pool and the request state, with zeros and fill values, where the programs expect them.
 
-        Only the first call compiles anything.
+        Only the first call compiles anything: one program, since each shape would have one of its own.
         """
         return self._make()
 
@@ -189,7 +189,7 @@ class Lowerings:
             return pool, allocate_request_state(self.spec)
 
         if self._mesh is None:
-            return make
+            return jax.jit(make)
         shardings = jax.tree.map(lambda struct: struct.sharding, (self._pool, self._state))
         return jax.jit(make, out_shardings=shardings)
 

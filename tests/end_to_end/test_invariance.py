@@ -106,11 +106,9 @@ def test_few_requests_alone_and_among_others_in_small_blocks_and_chunks_preempte
 
 def check_few_requests(path, num_devices):
     """Ten requests have the same answers alone, and together where chunks and blocks are small and too few."""
-    prompts, params = workload(10)
-    sizes = dict(max_num_seqs=8, block_size=4, num_gpu_blocks_override=64)
-    sizes["tensor_parallel_size"] = num_devices
+    prompts, params = workload(10, seed=3)  # long enough together
     with few_programs():
-        llm = make_llm(path, **sizes, max_num_batched_tokens=16, max_model_len=192)
+        llm = make_llm(path, tensor_parallel_size=num_devices, **checkpoints.TIGHT)
     alone = [
         llm.generate([prompt], param, use_tqdm=False)[0]
         for prompt, param in zip(prompts, params, strict=True)

@@ -16,7 +16,7 @@ ATOL = 1e-4
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2"), num_hidden_layers=1)
+    return checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2"))
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def logits(path, prompts):
 
 @pytest.fixture(scope="module")
 def llm(path):
-    return checkpoints.make_llm(path, max_num_batched_tokens=32)  # prompts come in chunks
+    return checkpoints.make_llm(path, **checkpoints.TIGHT)  # prompts come in chunks
 
 
 def generate(llm, prompts, **options):

@@ -66,14 +66,17 @@ def test_greedy_tokens_equal_transformers(family, variant, tmp_path):
     limits = LIMITS.get((family, variant), {})
     path = checkpoints.build(family, variant, tmp_path)
     prompts = prompts_of(limits.get("prompt_lens", PROMPT_LENS))
-    check_greedy_tokens(path, prompts, max_model_len=limits.get("max_model_len", 512))
-
-
-def check_greedy_tokens(path, prompts, *, max_model_len=512):
-    """Tokens equal transformers', their log-probabilities and those of the best others are within 1e-4."""
-    llm = checkpoints.make_llm(
-        path, max_model_len=max_model_len, max_num_batched_tokens=256, enforce_eager=True
+    sizes = {"max_model_len": limits.get("max_model_len", 512)}
+    # In the fast core with programs that other files have too.
+    check_greedy_tokens(
+        path, prompts, **(checkpoints.TIGHT if (family, variant) in FAST else sizes)
     )
+
+
+def check_greedy_tokens(path, prompts, **sizes):
+    """Tokens equal transformers', their log-probabilities and those of the best others are within 1e-4."""
+    sizes = {"max_model_len": 512, "max_num_batched_tokens": 256} | sizes
+    llm = checkpoints.make_llm(path, enforce_eager=True, **sizes)
     params = SamplingParams(
         temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5, detokenize=False
     )

@@ -46,9 +46,9 @@ class Checkpoint:
         write_float(source, self.floats, self.weights)
 
 
-def build(family: str, folder: Path) -> Path:
+def build(family: str, folder: Path, **options) -> Path:
     kind = mixtures if family in mixtures.VARIANTS else checkpoints
-    sizes = SIZES | ({"moe_intermediate_size": 128} if kind is mixtures else {})
+    sizes = SIZES | ({"moe_intermediate_size": 128} if kind is mixtures else {}) | options
     return kind.build(family, 0, folder, **sizes)
 
 
@@ -92,10 +92,16 @@ def expected(checkpoint) -> list[checkpoints.Answer]:
     return answers(make_llm(checkpoint.path))
 
 
-@pytest.mark.parametrize(
-    ("family", "form", "count"),
-    [pytest.param(*each, marks=[pytest.mark.slow] if i else []) for i, each in enumerate(CASES)],
-)
+def test_tokens_of_one_layer_are_those_of_transformers(tmp_path):
+    source = build("qwen2", tmp_path / "source", num_hidden_layers=1)
+    checkpoint = Checkpoint(tmp_path, source)
+    llm = make_llm(checkpoint.path)
+    assert num_quantised(llm) == 4
+    assert_transformers(checkpoint.floats, answers(llm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "form", "count"), CASES)
 def test_tokens_are_those_of_transformers(family, form, count, tmp_path):
     checkpoint = Checkpoint(tmp_path, build(family, tmp_path / "source"), form)
     llm = make_llm(checkpoint.path)

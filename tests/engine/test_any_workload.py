@@ -130,7 +130,7 @@ def check_workload(engine_options: dict, workload: list, events: dict[int, str])
                 assert [next(iter(x)) for x in c.logprobs] == told
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(engines(), st.lists(requests(), min_size=1, max_size=7), events)
 def test_tokens_do_not_depend_on_the_engine_or_on_the_company(engine_options, workload, events):
     check_workload(engine_options, workload, events)

@@ -65,8 +65,7 @@ def plain_search(logprobs, *, width, max_tokens, eos, length_penalty, early_stop
     return ended
 
 
-@settings(max_examples=300, deadline=None)
-@given(
+searches = given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 5),
     st.integers(1, 12),
@@ -74,7 +73,24 @@ def plain_search(logprobs, *, width, max_tokens, eos, length_penalty, early_stop
     st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0]),
     st.sampled_from([False, True, "never"]),
 )
+
+
+@settings(max_examples=60, deadline=None)
+@searches
 def test_search_equals_the_plain_one(seed, width, max_tokens, eos, length_penalty, early_stopping):
+    check_search(seed, width, max_tokens, eos, length_penalty, early_stopping)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@searches
+def test_search_equals_the_plain_one_in_depth(
+    seed, width, max_tokens, eos, length_penalty, early_stopping
+):
+    check_search(seed, width, max_tokens, eos, length_penalty, early_stopping)
+
+
+def check_search(seed, width, max_tokens, eos, length_penalty, early_stopping):
     logits = np.random.default_rng(seed).normal(0, 2, (20, 20))
     logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     options = {"length_penalty": length_penalty, "early_stopping": early_stopping}
@@ -264,7 +280,7 @@ def check_beams_in_company(
 spare_blocks = st.sampled_from([0, 0, 0, 1, 5, 100])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     engines(),
     st.lists(beam_requests(), min_size=1, max_size=3),

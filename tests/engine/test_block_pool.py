@@ -238,7 +238,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

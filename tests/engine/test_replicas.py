@@ -454,7 +454,7 @@ ANY_FAILURES = given(
 SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=25, **SETTINGS)
+@settings(max_examples=12, **SETTINGS)
 @ANY_FAILURES
 def test_no_request_is_lost_or_answered_twice(plans, works, overlap, num_first):
     check_any_failures(plans, works, overlap, num_first)

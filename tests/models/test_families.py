@@ -60,7 +60,7 @@ def loaded(path: Path, dtype: str = "float32", max_model_len: int | None = MAX_L
 def logits(model: nnx.Module, token_ids: np.ndarray, *positions: jax.Array) -> np.ndarray:
     graphdef, state = nnx.split(model)
     run = jax.jit(lambda state, *inputs: nnx.merge(graphdef, state)(*inputs))
-    return np.asarray(run(state, jnp.asarray(token_ids), *positions))
+    return np.asarray(run(state, token_ids, *positions))
 
 
 def rms(x: np.ndarray) -> float:

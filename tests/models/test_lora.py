@@ -29,13 +29,13 @@ class OneLayer(nnx.Module):
         init = Normal(0.1)
         layer = Linear(shape, axes=("heads", "embed"), bias=True, init=init, dtype=dtype)
         rng = np.random.default_rng(0)
-        layer.weight.set_value(jnp.asarray(rng.normal(size=shape), dtype))
-        layer.bias.set_value(jnp.asarray(rng.normal(size=shape[:1]), dtype))
+        layer.weight.set_value(jax.device_put(rng.normal(size=shape).astype(dtype)))
+        layer.bias.set_value(jax.device_put(rng.normal(size=shape[:1]).astype(dtype)))
         layer.adapters = nnx.data(Adapters(layer, parts, num_slots=SLOTS, rank=RANK, dtype=dtype))
         adapters = layer.adapters
         for variable in (adapters.a, *adapters.b):
             struct = variable.get_value()
-            variable.set_value(jnp.asarray(rng.normal(size=struct.shape), struct.dtype))
+            variable.set_value(jax.device_put(rng.normal(size=struct.shape).astype(struct.dtype)))
         self.layer = layer
 
     def __call__(self, x):
@@ -45,13 +45,13 @@ class OneLayer(nnx.Module):
 def expected(model, parts, x, slots):
     """Token by token, in float64."""
     layer, adapters = model.layer, model.layer.adapters
-    weight, bias = (np.asarray(v[...], np.float64) for v in (layer.weight, layer.bias))
-    a = np.asarray(adapters.a[...], np.float64).reshape(SLOTS, len(parts), RANK, IN)
+    weight, bias = (np.asarray(v.get_value(), np.float64) for v in (layer.weight, layer.bias))
+    a = np.asarray(adapters.a.get_value(), np.float64).reshape(SLOTS, len(parts), RANK, IN)
     rows = []
     for token, slot in zip(np.asarray(x, np.float64), slots, strict=True):
         y = weight @ token + bias
         if slot:
-            halves = [np.asarray(b[...], np.float64) for b in adapters.b]
+            halves = [np.asarray(b.get_value(), np.float64) for b in adapters.b]
             own = slice((slot - 1) * RANK, slot * RANK)
             y += np.concatenate([b[:, own] @ a[slot - 1, i] @ token for i, b in enumerate(halves)])
         rows.append(y)
@@ -63,9 +63,10 @@ def test_each_token_gets_its_own_adapter(parts):
     model = OneLayer(parts, jnp.float32)
     x = np.random.default_rng(1).normal(size=(7, IN)).astype(np.float32)
     slots = np.array([0, 3, 1, 2, 2, 0, 1], np.int32)
-    got = with_adapters(model, jnp.asarray(slots))(jnp.asarray(x))
+    x = jax.device_put(x)
+    got = with_adapters(model, jax.device_put(slots))(x)
     np.testing.assert_allclose(got, expected(model, parts, x, slots), atol=1e-4)
-    plain = with_adapters(model, None)(jnp.asarray(x))
+    plain = with_adapters(model, None)(x)
     np.testing.assert_allclose(plain, expected(model, parts, x, 0 * slots), atol=1e-4)
     assert model.layer.adapters.slots is None  # the copy had them
 
@@ -74,8 +75,8 @@ def test_each_token_gets_its_own_adapter(parts):
 def test_what_other_slots_hold_changes_no_bit(dtype):
     """Not even values that overflow for tokens that they are not for."""
     model = OneLayer(PARTS, dtype)
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(9, IN)), dtype)
-    slots = jnp.asarray([0, 3, 1, 2, 2, 0, 1, 1, 2], jnp.int32)
+    x = jax.device_put(np.random.default_rng(1).normal(size=(9, IN)).astype(dtype))
+    slots = jax.device_put(np.array([0, 3, 1, 2, 2, 0, 1, 1, 2], np.int32))
     before = with_adapters(model, slots)(x)
     adapters, largest = model.layer.adapters, float(jnp.finfo(dtype).max)
     a = adapters.a[...].reshape(SLOTS, -1, IN).at[1].set(largest)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,11 +86,11 @@ def test_rotation_multiplies_complex_numbers_and_passes_the_rest():
     x = rng.standard_normal((2, 5, 3, 10)).astype(np.float32)
     rope = Rope((1.0, 0.5, 0.01), scale=1.25)
     positions = np.array([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]], np.int32)
-    cos, sin = rope.angles(jnp.asarray(positions), jnp.float32)
+    cos, sin = jax.jit(lambda positions: rope.angles(positions, jnp.float32))(positions)
     turns = 1.25 * np.exp(1j * positions[..., None, None] * np.array(rope.inv_freq))
     turned = (x[..., :3] + 1j * x[..., 3:6]) * turns
     expected = np.concatenate([turned.real, turned.imag, x[..., 6:]], axis=-1)
-    (found,) = rotate([jnp.asarray(x)], cos, sin)
+    (found,) = jax.jit(rotate)([x], cos, sin)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -104,8 +105,8 @@ def test_three_positions_turn_their_own_frequencies_as_in_transformers(interleav
     config = transformers.LlamaConfig(hidden_size=128, num_attention_heads=4)
     config.rope_parameters = parameters
     (rope,) = layer_ropes(config, ["full_attention"], head_dim=32, max_model_len=4096)
-    angles = rope.angles(jnp.asarray(positions), jnp.float32, three=True)
-    (rotated,) = rotate([jnp.asarray(x)], *angles)
+    angles = jax.jit(lambda positions: rope.angles(positions, jnp.float32, three=True))(positions)
+    (rotated,) = jax.jit(rotate)([x], *angles)
     expected = rotated_by_transformers(x, positions, config, interleaved)
     np.testing.assert_allclose(rotated, expected, atol=1e-5)
 

@@ -117,5 +117,6 @@ def test_names_and_shapes_are_checked(case):
         run_with_cache(module, TOKENS, "blocks.9*")
     with pytest.raises(ValueError, match="no point is called 'resid'"):
         run_with_hooks(module, TOKENS, [("resid", lambda value, name: value)])
+    hooks = [("blocks.0.hook_resid_post", lambda value, name: value[..., 0])]
     with pytest.raises(ValueError, match=r"returned \[2, 20\] in the place of \[2, 20, "):
-        run_with_hooks(module, TOKENS, [("blocks.0.hook_resid_post", lambda v, name: v[..., 0])])
+        jax.eval_shape(lambda: run_with_hooks(module, TOKENS, hooks))

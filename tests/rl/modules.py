@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from flax import nnx
 
@@ -59,7 +59,7 @@ def make_module(path: Path, seed: int = 0, dtype: str = "float32") -> CausalLM:
         wide = 1.0 + 0.3 * rng.normal(size=shape) if "norm" in name else rng.normal(size=shape)
         if "norm" not in name:
             wide *= 0.3 if "embed" in name else 1.5 * shape[-1] ** -0.5
-        variable.set_value(jnp.asarray(wide, dtype))
+        variable.set_value(jax.device_put(wide.astype(dtype)))
     return module
 
 
@@ -81,7 +81,7 @@ class Holder(nnx.Module):
             elif isinstance(value, dict):
                 setattr(self, name, Holder(value))
             else:
-                setattr(self, name, nnx.Param(jnp.asarray(value)))
+                setattr(self, name, nnx.Param(jax.device_put(value)))
 
 
 def change(module: nnx.Module, factor: float = 1.1) -> None:

@@ -30,10 +30,8 @@ def random_pool(spec, seed=0):
     rng = np.random.default_rng(seed)
     leaves, treedef = jax.tree.flatten(spec.abstract())
     bits = [rng.integers(0, 256, x.shape + (x.dtype.itemsize,), np.uint8) for x in leaves]
-    arrays = [
-        jnp.asarray(b.view(x.dtype).reshape(x.shape)) for b, x in zip(bits, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, arrays)
+    arrays = [b.view(x.dtype).reshape(x.shape) for b, x in zip(bits, leaves, strict=True)]
+    return jax.device_put(jax.tree.unflatten(treedef, arrays))
 
 
 def spec_of(kv_format):
@@ -62,19 +60,17 @@ def test_blocks_come_back_bit_for_bit(kv_format, pinned):
         HostMemory(20, shardings=content_shardings(spec, None) if pinned else None),
     )
     out = [(1 + i, 20 - i) for i in range(20)]  # (device block, host block)
+    read = jax.jit(partial(read_blocks, spec, None))
     for block_ids, host_ids in portions(out):
         assert len(block_ids) <= BLOCKS_PER_CALL
-        put_all(
-            memory, host_ids, jax.jit(partial(read_blocks, spec, None))(pool, padded(block_ids))
-        )
+        put_all(memory, host_ids, read(pool, padded(block_ids)))
     assert all(lies_pinned(memory, host_id) == pinned for host_id in range(1, 21))
     back = [(host_id, block_id + 9) for block_id, host_id in out]
-    moved = pool
+    moved, write = pool, jax.jit(partial(write_blocks, spec, None))
     for host_ids, block_ids in portions(back):
-        moved = jax.jit(partial(write_blocks, spec, None))(
-            moved, padded(block_ids), memory.contents(host_ids)
-        )
-    for old, new in zip(jax.tree.leaves(pool), jax.tree.leaves(moved), strict=True):
+        moved = write(moved, padded(block_ids), memory.contents(host_ids))
+    leaves = (map(np.asarray, jax.tree.leaves(tree)) for tree in (pool, moved))
+    for old, new in zip(*leaves, strict=True):
         assert same_bits(old[1:21], new[10:30]) and same_bits(old[1:10], new[1:10])
 
 
@@ -94,9 +90,10 @@ def test_the_last_content_given_to_a_host_block_counts():
     pool, memory = random_pool(spec), HostMemory(3)
     for block_id in (5, 6):
         put_all(memory, [2], read_blocks(spec, None, pool, jnp.asarray(padded([block_id]))))
-    assert same_bits(memory.get(2)[0][0], pool[0][6])
-    assert same_bits(memory.get(2)[0][1], pool[1][6])
-    from_disk = [np.stack([np.asarray(array[8]) for array in pool])]
+    arrays, kept = [np.asarray(array) for array in pool], np.asarray(memory.get(2)[0])
+    assert same_bits(kept[0], arrays[0][6])
+    assert same_bits(kept[1], arrays[1][6])
+    from_disk = [np.stack([array[8] for array in arrays])]
     memory.put(2, from_disk)
     assert same_bits(memory.get(2)[0], from_disk[0])
     assert [(x.shape, x.dtype) for x in from_disk] == [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,13 +16,14 @@ from jaxpage.runner.slots import keep_hidden, store_drafts
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_hidden_states_of_rows_are_in_their_slots_and_those_of_padding_in_no_other(on_gpu, dtype):
-    last = jnp.arange(5 * 4, dtype=dtype).reshape(5, 4)
+    last = np.arange(5 * 4).reshape(5, 4).astype(jnp.dtype(dtype))
     words = {"bfloat16": np.uint16, "float32": np.uint32}[dtype]
-    state = {"hidden": jnp.full((7, 4), 9, words)}
-    slots = jnp.asarray([3, NULL_SLOT, 6, NULL_SLOT, 1], jnp.int32)
-    hidden = np.asarray(keep_hidden(state, slots, last, on_gpu=on_gpu)["hidden"])
+    state = {"hidden": np.full((7, 4), 9, words)}
+    slots = np.array([3, NULL_SLOT, 6, NULL_SLOT, 1], np.int32)
+    keep = jax.jit(partial(keep_hidden, on_gpu=on_gpu))
+    hidden = np.asarray(keep(state, slots, last)["hidden"])
     for slot, row in ((3, 0), (6, 2), (1, 4)):
-        np.testing.assert_array_equal(hidden[slot], np.asarray(last[row]).view(words))
+        np.testing.assert_array_equal(hidden[slot], last[row].view(words))
     assert (hidden[[2, 4, 5]] == 9).all()
 
 
@@ -32,8 +36,9 @@ def test_drafts_are_stored_behind_the_known_tokens_of_their_rows():
         "num_drafts": [3, 1, 0, 0],
         "drafts": [[11, 12, 13], [21, 0, 0], [0, 0, 0], [0, 0, 0]],
     }
-    arrays = {name: jnp.asarray(values, jnp.int32) for name, values in rows.items()}
-    stored = store_drafts({"token_ids": jnp.full((5, 9), 7, jnp.int32)}, arrays)["token_ids"]
+    arrays = {name: np.array(values, np.int32) for name, values in rows.items()}
+    state = {"token_ids": np.full((5, 9), 7, np.int32)}
+    stored = jax.jit(store_drafts)(state, arrays)["token_ids"]
     wanted = np.full((5, 9), 7)
     wanted[2, 6:9], wanted[4, 1] = [11, 12, 13], 21
     np.testing.assert_array_equal(stored, wanted)

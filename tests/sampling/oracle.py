@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.reasoning import MAX_MARKER_LEN
@@ -113,7 +112,8 @@ def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestSt
         **{name: np.array(ids, np.int32) for name, ids in markers.items()},
         **{name: column(name, np.float32) for name in floats},
     )
-    return jax.tree.map(jnp.asarray, state)
+    # Not `jnp.asarray`, which compiles a program for each shape.
+    return jax.device_put(state)
 
 
 def constrained(logits: np.ndarray, row: Row) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,10 +28,10 @@ def run(rows: list[Row], logits: np.ndarray) -> np.ndarray:
     """Of steps of four rows, so that tests share programs: the rest are padding."""
     num_rows, rows = len(rows), rows + [Row()] * (4 - len(rows))
     logits = np.pad(logits, ((0, 4 - num_rows), (0, 0)))
-    slots = jnp.arange(1, len(rows) + 1, dtype=jnp.int32)
-    positions = jnp.asarray([r.position for r in rows], jnp.int32)
+    slots = np.arange(1, len(rows) + 1, dtype=np.int32)
+    positions = np.array([r.position for r in rows], np.int32)
     state = make_state(rows, logits.shape[1])
-    return np.asarray(jitted(jnp.asarray(logits), state, slots, positions))[:num_rows]
+    return np.asarray(jitted(logits, state, slots, positions))[:num_rows]
 
 
 def logits_for(num_rows: int) -> np.ndarray:

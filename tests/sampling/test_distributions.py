@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from jaxpage.sampling.features import FEATURES, bits
 from jaxpage.sampling.sampler import sample
@@ -88,6 +87,9 @@ def draws(logits: np.ndarray, row: Row, count: int) -> np.ndarray:
     "seed", [0, *(pytest.param(i, marks=pytest.mark.deep) for i in range(1, NUM_CASES))]
 )
 def test_what_is_drawn_is_what_is_defined(seed):
+    # Here, because each process collects all tests and runs only some.
+    from scipy import stats
+
     logits, row = random_case(seed)
     expected = probabilities(logits, row) * NUM_DRAWS
     observed = draws(logits, row, NUM_DRAWS)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from jaxpage.sampling.draw import Distributions, _draw_by_groups, draw, draw_among
 from jaxpage.sampling.features import bits
@@ -22,13 +21,16 @@ V = 700  # five whole groups of tokens and a part of one
 NUM_ROWS = 40_000
 
 
+jitted_keys = jax.jit(row_keys)
+
+
 def distributions(num_rows: int, *, best, lowest=-np.inf, temperature=1.0) -> Distributions:
-    seeds, index = jnp.arange(num_rows, dtype=jnp.uint32), jnp.zeros(num_rows, jnp.int32)
+    index = np.zeros(num_rows, np.int32)
     return Distributions(
-        best=jnp.broadcast_to(jnp.float32(best), (num_rows,)),
-        lowest=jnp.full(num_rows, lowest, jnp.float32),
-        temperature=jnp.full(num_rows, temperature, jnp.float32),
-        keys=row_keys(seeds, index, index + 3),
+        best=jax.device_put(np.full(num_rows, best, np.float32)),
+        lowest=jax.device_put(np.full(num_rows, lowest, np.float32)),
+        temperature=jax.device_put(np.full(num_rows, temperature, np.float32)),
+        keys=jitted_keys(np.arange(num_rows, dtype=np.uint32), index, index + 3),
     )
 
 
@@ -37,7 +39,7 @@ jitted = jax.jit(draw)
 
 def draws(logits: np.ndarray, rows: Distributions) -> np.ndarray:
     """Draws by `rows`, all from the same logits, float32[V]."""
-    many = jnp.broadcast_to(jnp.asarray(logits), (len(rows.best), V))
+    many = np.broadcast_to(logits, (len(rows.best), V))
     return np.asarray(jitted(many, rows))
 
 
@@ -53,6 +55,9 @@ def logits() -> np.ndarray:
 )
 def test_groups_are_drawn_by_the_sum_of_their_tokens(logits, temperature, share):
     """And tokens within them by their own probabilities. `share` of the tokens is dropped."""
+    # Here, because each process collects all tests and runs only some.
+    from scipy import stats
+
     lowest = np.quantile(logits, share) if share else -np.inf
     rows = distributions(NUM_ROWS, best=logits.max(), lowest=lowest, temperature=temperature)
     found = np.bincount(draws(logits, rows), minlength=V)
@@ -94,7 +99,7 @@ def test_among_the_best_the_noise_is_that_of_the_token(logits):
     lowest = np.sort(logits)[-20]
     rows = distributions(num_rows, best=logits.max(), lowest=lowest, temperature=0.8)
     everything = np.broadcast_to(np.arange(V, dtype=np.int32), (num_rows, V))
-    noise = gumbel_noise(rows.keys, jnp.asarray(everything), TOKENS)
+    noise = jax.jit(gumbel_noise, static_argnums=2)(rows.keys, everything, TOKENS)
     kept = np.where(logits >= lowest, logits / np.float32(0.8), -np.inf)
     want = (kept + np.asarray(noise)).argmax(-1)
     ids = np.stack([rng.permutation(np.argsort(logits)[-30:]) for _ in range(num_rows)])
@@ -138,9 +143,9 @@ def test_a_row_draws_the_same_in_any_company():
     run = jax.jit(partial(sample, num_top_logprobs=0, logprobs_mode="raw"))
 
     def tokens(index: list[int], features: int) -> list[int]:
-        slots = jnp.asarray(index, jnp.int32) + 1
-        positions = jnp.ones(len(index), jnp.int32)
-        found = run(logits[np.array(index)], state, slots, positions, jnp.int32(features))
+        slots = np.array(index, np.int32) + 1
+        positions = np.ones(len(index), np.int32)
+        found = run(logits[np.array(index)], state, slots, positions, np.int32(features))
         return found.token_ids.tolist()
 
     every = bits(RANDOM, TRUNCATION)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from jaxpage.sampling.keys import GROUPS, TOKENS, gumbel_noise, row_keys
 
@@ -56,6 +55,9 @@ def test_noise_is_made_of_the_bits_that_jax_draws_for_the_key(partitionable):
 
 
 def test_noise_has_the_gumbel_distribution():
+    # Here, because each process collects all tests and runs only some.
+    from scipy import stats
+
     keys = row_keys_of([(seed, 1, 0) for seed in range(8)])
     noise = np.stack([noise_of(keys, 10_000, x) for x in (TOKENS, GROUPS)])
     assert np.isfinite(noise).all()
@@ -63,6 +65,9 @@ def test_noise_has_the_gumbel_distribution():
 
 
 def test_streams_are_independent():
+    # Here, because each process collects all tests and runs only some.
+    from scipy import stats
+
     keys = row_keys_of([(seed, 1, 0) for seed in range(8)])
     tokens, groups = (noise_of(keys, 10_000, x) for x in (TOKENS, GROUPS))
     assert not (tokens == groups).any()

@@ -33,9 +33,9 @@ def sampled(logits, state, positions) -> Sampled:
 
 def our_logprobs(logits: np.ndarray, rows: list[Row], **masks: np.ndarray) -> np.ndarray:
     """float32[R, V] of what is sampled from; greedy rows sample the best. `masks` replace parts of the state."""
-    state = make_state(rows, V) | {name: jnp.asarray(mask) for name, mask in masks.items()}
-    positions = jnp.asarray([row.position for row in rows], jnp.int32)
-    found = sampled(jnp.asarray(logits), state, positions)
+    state = make_state(rows, V) | masks
+    positions = np.array([row.position for row in rows], np.int32)
+    found = sampled(logits, state, positions)
     logprobs = np.full(logits.shape, np.nan)
     np.put_along_axis(logprobs, np.asarray(found.top_token_ids), np.asarray(found.top_logprobs), 1)
     greedy = [index for index, row in enumerate(rows) if row.temperature == 0]

@@ -21,16 +21,16 @@ jitted = jax.jit(truncate)
 
 def run(logits, *, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
     """Parameters may be one number or one for each row."""
-    logits = jnp.asarray(logits, jnp.float32)
+    logits = np.asarray(logits, np.float32)
     rows = (logits.shape[0],)
     kept = jitted(
         logits,
-        temperature=jnp.ones(rows),
-        top_k=jnp.asarray(np.broadcast_to(top_k, rows), jnp.int32),
-        top_p=jnp.asarray(np.broadcast_to(top_p, rows), jnp.float32),
-        min_p=jnp.asarray(np.broadcast_to(min_p, rows), jnp.float32),
+        temperature=np.ones(rows, np.float32),
+        top_k=np.broadcast_to(top_k, rows).astype(np.int32),
+        top_p=np.broadcast_to(top_p, rows).astype(np.float32),
+        min_p=np.broadcast_to(min_p, rows).astype(np.float32),
     )
-    return np.asarray(jnp.where(logits >= kept.lowest[:, None], logits, -jnp.inf))
+    return np.where(logits >= np.asarray(kept.lowest)[:, None], logits, -np.inf)
 
 
 def random_logits(seed: int, num_rows: int = 4, scale: float = 1.0) -> np.ndarray:
@@ -64,8 +64,7 @@ def test_min_p_equals_transformers(min_p):
     np.testing.assert_array_equal(run(logits, min_p=min_p), want)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+combinations = given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([0.1, 1.0, 3.0, 20.0]),
     st.lists(
@@ -80,7 +79,22 @@ def test_min_p_equals_transformers(min_p):
     ),
     st.booleans(),
 )
+
+
+@settings(max_examples=25, deadline=None)
+@combinations
 def test_any_combination_equals_the_plain_definition(seed, scale, params, with_ties):
+    check_combination(seed, scale, params, with_ties)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@combinations
+def test_any_combination_equals_the_plain_definition_in_depth(seed, scale, params, with_ties):
+    check_combination(seed, scale, params, with_ties)
+
+
+def check_combination(seed, scale, params, with_ties):
     logits = random_logits(seed, scale=scale)
     if with_ties:
         logits = np.round(logits / scale) * np.float32(scale)

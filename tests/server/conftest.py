@@ -22,7 +22,8 @@ def llm() -> Iterator[AsyncLLM]:
     with few_programs():
         llm = AsyncLLM(
             str(checkpoint()),
-            max_num_seqs=16,
+            dtype="float32",  # in which a CPU multiplies sooner
+            max_num_seqs=8,
             max_num_batched_tokens=64,
             decode_steps=1,  # a program less to compile, of which HTTP shows nothing
             kv_cache_memory_bytes="64M",

@@ -352,7 +352,7 @@ def test_large_bodies_are_refused_by_their_length_or_as_they_come(llm):
 
 
 def test_a_full_queue_says_when_to_come_back(llm):
-    with serving(llm, max_queued_requests=-15) as url:  # of 16 rows one is left
+    with serving(llm, max_queued_requests=-7) as url:  # of 8 rows one is left
         connection, _ = open_stream(url)
         status, headers, text = ask(url, "/v1/completions", {"prompt": "x", "max_tokens": 1})
         assert status == 503 and headers["retry-after"] == "1"

@@ -11,7 +11,7 @@ from tests import checkpoints
 
 def make_llm(**options) -> LLM:
     """With a tokenizer, room for many short answers at once, and `options` on top."""
-    sizes = {"max_model_len": 512, "max_num_seqs": 16}
+    sizes = {"max_model_len": 512}
     return checkpoints.make_llm(checkpoint(), skip_tokenizer_init=False, **(sizes | options))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 
 import jsonschema
 import pytest
@@ -35,10 +36,16 @@ def tokenizer():
     return LLTokenizer(TokenizerWrapper(ByteTokenizer()))
 
 
+@cache
+def begun(tokenizer, grammar: str) -> LLMatcher:
+    """At the beginning of an output; to compile the grammar takes longer than all else."""
+    assert LLMatcher.validate_grammar(grammar, tokenizer) == ""
+    return LLMatcher(tokenizer, grammar)
+
+
 def accepts(tokenizer, grammar: str, ids: list[int]) -> bool:
     """Whether `ids` are a whole output of the grammar."""
-    assert LLMatcher.validate_grammar(grammar, tokenizer) == ""
-    matcher = LLMatcher(tokenizer, grammar)
+    matcher = begun(tokenizer, grammar).deep_copy()
     taken = matcher.try_consume_tokens(ids)
     assert not matcher.is_error(), matcher.get_error()
     return taken == len(ids) and matcher.is_accepting()
@@ -213,7 +220,7 @@ CLOSING = set(b'"}])<')
 def written_at_random(tokenizer, grammar: str, seed: int) -> str | None:
     """An output that the grammar allows at each byte; None if it did not come to an end."""
     draw = random.Random(seed)
-    matcher = LLMatcher(tokenizer, grammar)
+    matcher = begun(tokenizer, grammar).deep_copy()
     ids: list[int] = []
     while len(ids) < 1500 and not matcher.is_stopped():
         allowed = [i for i, bias in enumerate(matcher.compute_logit_bias()) if bias]

@@ -72,9 +72,22 @@ def make_any(name):
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *PARSERS, "chained"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(pieces=outputs, data=st.data())
 def test_any_text_can_be_read_and_how_it_is_cut_does_not_matter(name, pieces, data):
+    check_any_text(name, pieces, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FORMATS, *PARSERS, "chained"])
+@settings(max_examples=80, deadline=None)
+@given(pieces=outputs, data=st.data())
+def test_any_text_can_be_read_in_depth(name, pieces, data):
+    check_any_text(name, pieces, data)
+
+
+def check_any_text(name, pieces, data):
+    """Whole, by characters, in these pieces, and in two."""
     output = "".join(pieces)
     deltas = read(make_any(name), [output])
     assert all(isinstance(delta, ToolCallStart) or delta.text for delta in deltas)
@@ -97,9 +110,17 @@ def _is_object(text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(text=st.text(max_size=60))
 def test_text_without_a_call_is_the_text(name, text):
+    assert tool_parsers.parse(name, None, text).text == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(max_size=60))
+def test_text_without_a_call_is_the_text_in_depth(name, text):
     assert tool_parsers.parse(name, None, text).text == text
 
 
