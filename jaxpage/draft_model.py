@@ -100,10 +100,11 @@ def _check(drafts: ModelConfig, model: ModelConfig) -> None:
 def _locations(
     drafts: ModelConfig, groups: KVGroups, max_model_len: int
 ) -> tuple[tuple[int, int], ...]:
-    """(group, array) of each layer. It has an array of its own; the group's blocks must reach back as far as it sees:
-    the first such group has the narrowest window.
+    """(group, array) of each layer. The group's blocks must reach back as far as it sees: the first such group has the
+    narrowest window. Layers of different groups share arrays, because these have different blocks.
     """
-    locations = []
+    locations: list[tuple[int, int]] = []
+    num_layers = [0] * len(groups.windows)  # of each group
     for layer, window in enumerate(drafts.windows):
         seen = max_model_len if window is None else window
         reaches = [
@@ -115,5 +116,9 @@ def _locations(
                 f"{max(w for w in groups.windows if w is not None)}: take a draft model with sliding windows, or a "
                 "smaller max_model_len"
             )
-        locations.append((reaches[0], layer))
+        # Groups of the same window are alike.
+        alike = [g for g in reaches if groups.windows[g] == groups.windows[reaches[0]]]
+        group = min(alike, key=num_layers.__getitem__)
+        locations.append((group, num_layers[group]))
+        num_layers[group] += 1
     return tuple(locations)

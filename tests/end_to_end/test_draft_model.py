@@ -166,3 +166,12 @@ def test_memory_is_that_of_both_models(qwen2):
     facts = both.fingerprint()
     other = dataclasses.replace(both, draft_model=None).fingerprint()
     assert facts.items() > {k: v for k, v in other.items() if k != "steps"}.items()
+
+
+def test_windows_share_the_arrays_of_both_pools(tmp_path):
+    """The draft model's layers are spread over the groups of the model's, and so a block is as large as necessary."""
+    path = checkpoints.build("gemma3", 0, tmp_path)
+    spec, both = spec_of(path), spec_of(path, **drafts_of(path))
+    assert len(spec.groups.windows) == 3
+    assert sorted(both.draft_model.layer_locations) == sorted(spec.groups.layer_locations)
+    assert both.block_bytes == 2 * spec.block_bytes
