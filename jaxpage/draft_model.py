@@ -7,6 +7,8 @@ no token depends on it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -66,15 +68,16 @@ def make_draft_model(
     # Quantised as its own checkpoint is, or to int8 as the model is.
     quantization = config.quantization if config.quantization in ("int8", "dequantize") else None
     own = replace(config, model=folder, hf_config_path=None, quantization=quantization)
-    try:
+    with named_errors():
         hf_config = load_hf_config(folder, None)
         drafts, quantization, _ = abstract_model(hf_config, own, mesh)
-    except ValueError as error:
-        raise ValueError(f"the draft model of speculative_config: {error}") from error
     _check(drafts.config, model)
     locations = _locations(drafts.config, groups, config.max_model_len)
     num_arrays = 1 + max(array for _, array in locations)
-    choice = choose_pool(own, drafts.config, num_arrays=num_arrays, hardware=hardware, mesh=mesh)
+    with named_errors():
+        choice = choose_pool(
+            own, drafts.config, num_arrays=num_arrays, hardware=hardware, mesh=mesh
+        )
     return DraftModel(
         folder=folder,
         hf_config=hf_config,
@@ -83,6 +86,15 @@ def make_draft_model(
         pool=choice.chosen,
         layer_locations=locations,
     )
+
+
+@contextmanager
+def named_errors() -> Iterator[None]:
+    """In this context a ValueError says that it is about the draft model."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the draft model of speculative_config: {error}") from error
 
 
 def _check(drafts: ModelConfig, model: ModelConfig) -> None:

@@ -4,8 +4,10 @@ The latter is the strongest check of the draft model's KV: one wrong key or valu
 """
 
 import dataclasses
+import shutil
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.config import EngineConfig
@@ -148,6 +150,16 @@ def test_what_cannot_draft_is_refused(family, changes, options, message, qwen2, 
         checkpoints.build(family, 0, tmp_path, **ONE_LAYER, **changes)
     with pytest.raises(ValueError, match=message):
         spec_of(qwen2, **drafts_of(tmp_path), **options)
+
+
+def test_damaged_weights_are_said_to_be_the_draft_models(qwen2, tmp_path):
+    other = shutil.copytree(qwen2, tmp_path / "drafts")
+    weights = load_file(other / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, other / "model.safetensors")
+    message = "the draft model of speculative_config: .* it lacks model.norm.weight"
+    with pytest.raises(ValueError, match=message):
+        make_llm(qwen2, enforce_eager=True, **drafts_of(other))
 
 
 def test_a_draft_model_must_not_see_more_than_the_model_keeps(qwen2, tmp_path):
