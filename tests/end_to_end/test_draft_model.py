@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from jaxpage import LLM, SamplingParams
 from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import EngineSpec
-from tests import checkpoints
+from tests import checkpoints, picture_models
 from tests.checkpoints import VOCAB_SIZE, answers, assert_same_answers, make_llm
 from tests.end_to_end import test_speculation
 
@@ -160,6 +160,15 @@ def test_damaged_weights_are_said_to_be_the_draft_models(qwen2, tmp_path):
     message = "the draft model of speculative_config: .* it lacks model.norm.weight"
     with pytest.raises(ValueError, match=message):
         make_llm(qwen2, enforce_eager=True, **drafts_of(other))
+
+
+def test_a_draft_model_reads_text_alone(tmp_path):
+    """So a model that takes pictures can draft only where nobody may send any."""
+    path = picture_models.save(picture_models.gemma3_config(), tmp_path, seed="drafts")
+    with pytest.raises(ValueError, match="which takes pictures; only models of text can draft"):
+        spec_of(path, **drafts_of(path))
+    no_pictures = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    assert spec_of(path, **drafts_of(path), **no_pictures).draft_model is not None
 
 
 def test_a_draft_model_must_not_see_more_than_the_model_keeps(qwen2, tmp_path):
