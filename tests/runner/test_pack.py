@@ -14,13 +14,15 @@ def test_blocks_change_once_in_a_step_with_a_draft_model():
     plan.num_drafts = {0: 2, 1: 1}
     plan.block_copies, plan.table_updates = [(3, 7)], [(1, 0, 0, 7), (2, 0, 1, 8)]
     programs = fitting_programs(make_buckets(max_num_seqs=4, max_num_batched_tokens=16), plan)[0]
+    bucket, names = programs.bucket, (programs.draft, programs.bucket and programs.bucket.name)
+    assert bucket is not None and programs.sample is not None
     sizes = {"block_size": 8, "decode_steps": 1, "num_drafts": 2, "has_draft_model": True}
-    of_step = step_layout(programs.bucket, **sizes)
-    layouts = {programs.draft: of_step, programs.bucket.name: of_step}
-    layouts[programs.sample] = rows_layout(programs.bucket.num_rows, has_drafts=True)
-    calls = {call.program: call.buffers[0] for call in pack(plan, programs, layouts)}
-    assert list(calls) == [programs.draft, programs.bucket.name, programs.sample]
-    draft, forward = (of_step.views(calls[name]) for name in list(calls)[:2])
+    of_step = step_layout(bucket, **sizes)
+    layouts = {str(name): of_step for name in names}
+    layouts[programs.sample] = rows_layout(bucket.num_rows, has_drafts=True)
+    calls = pack(plan, programs, layouts)
+    assert [call.program for call in calls] == [*names, programs.sample]
+    draft, forward = (of_step.views(call.buffers[0]) for call in calls[:2])
     assert draft["copy_sources"][0] == 3 and draft["copy_destinations"][0] == 7
     assert draft["update_blocks"][:2].tolist() == [7, 8]
     for name in ("copy_sources", "copy_destinations", "update_slots", "update_blocks"):
