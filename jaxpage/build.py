@@ -32,6 +32,7 @@ from jaxpage.composition import (
 )
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.device_memory import DeviceMemory
+from jaxpage.draft_model import named_errors
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.padding import Padding
@@ -249,10 +250,11 @@ def make_runner(
     use_persistent_cache(config.compilation_cache_dir)
     use_tqdm = use_tqdm and config.use_tqdm_on_load
     for model, folder, hf_config, _ in spec.models if bind is None else ():
-        if config.load_format == "dummy":
-            initialise(model, seed=config.seed, mesh=spec.mesh)
-        else:
-            load(model, folder, mesh=spec.mesh, use_tqdm=use_tqdm, hf_config=hf_config)
+        with nullcontext() if model is spec.model else named_errors():
+            if config.load_format == "dummy":
+                initialise(model, seed=config.seed, mesh=spec.mesh)
+            else:
+                load(model, folder, mesh=spec.mesh, use_tqdm=use_tqdm, hf_config=hf_config)
     slow_products = spec.transform_weights(join=bind is None)
     spec = spec if bind is None else bind(spec)
     sized, runner = _size_runner(spec, hosts)

@@ -170,7 +170,7 @@ def size(
             max_num_seqs=config.max_num_seqs,
         )
         num_blocks = settle(num_blocks)
-    num_blocks = min(num_blocks, max_blocks(spec.pool))
+    num_blocks = min(num_blocks, *map(max_blocks, spec.pools))
     max_model_len = config.max_model_len
     if config.fit_max_model_len:
         max_model_len = max(2, footprint.longest(max_model_len, num_blocks))

@@ -7,6 +7,8 @@ no token depends on it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -61,15 +63,16 @@ def make_draft_model(
     # Quantised as its own checkpoint is, or to int8 as the model is.
     quantization = config.quantization if config.quantization in ("int8", "dequantize") else None
     own = replace(config, model=folder, hf_config_path=None, quantization=quantization)
-    try:
+    with named_errors():
         hf_config = load_hf_config(folder, None)
         drafts, quantization, _ = abstract_model(hf_config, own, mesh)
-    except ValueError as error:
-        raise ValueError(f"the draft model of speculative_config: {error}") from error
     _check(drafts.config, model)
     locations = _locations(drafts.config, groups, config.max_model_len)
     num_arrays = 1 + max(array for _, array in locations)
-    choice = choose_pool(own, drafts.config, num_arrays=num_arrays, hardware=hardware, mesh=mesh)
+    with named_errors():
+        choice = choose_pool(
+            own, drafts.config, num_arrays=num_arrays, hardware=hardware, mesh=mesh
+        )
     return DraftModel(
         folder=folder,
         hf_config=hf_config,
@@ -78,6 +81,15 @@ def make_draft_model(
         pool=choice.chosen,
         layer_locations=locations,
     )
+
+
+@contextmanager
+def named_errors() -> Iterator[None]:
+    """In this context a ValueError says that it is about the draft model."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the draft model of speculative_config: {error}") from error
 
 
 def _check(drafts: ModelConfig, model: ModelConfig) -> None:
@@ -95,10 +107,11 @@ def _check(drafts: ModelConfig, model: ModelConfig) -> None:
 def _locations(
     drafts: ModelConfig, groups: KVGroups, max_model_len: int
 ) -> tuple[tuple[int, int], ...]:
-    """(group, array) of each layer. It has an array of its own; the group's blocks must reach back as far as it sees:
-    the first such group has the narrowest window.
+    """(group, array) of each layer. The group's blocks must reach back as far as it sees: the first such group has the
+    narrowest window. Layers of different groups share arrays, because these have different blocks.
     """
-    locations = []
+    locations: list[tuple[int, int]] = []
+    num_layers = [0] * len(groups.windows)  # of each group
     for layer, window in enumerate(drafts.windows):
         seen = max_model_len if window is None else window
         reaches = [
@@ -110,5 +123,9 @@ def _locations(
                 f"{max(w for w in groups.windows if w is not None)}: take a draft model with sliding windows, or a "
                 "smaller max_model_len"
             )
-        locations.append((reaches[0], layer))
+        # Groups of the same window are alike.
+        alike = [g for g in reaches if groups.windows[g] == groups.windows[reaches[0]]]
+        group = min(alike, key=num_layers.__getitem__)
+        locations.append((group, num_layers[group]))
+        num_layers[group] += 1
     return tuple(locations)

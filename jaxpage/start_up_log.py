@@ -48,10 +48,15 @@ def log_engine(spec: EngineSpec, slow_products: set[str], *, level: int = loggin
 
 
 def log_options_without_effect(config: ResolvedConfig) -> None:
-    names = [name for name in config.options_without_effect if name != "trust_remote_code"]
+    names, drafts = list(config.options_without_effect), config.speculative_config
+    may_run_code = "trust_remote_code" in names
+    if may_run_code:
+        names.remove("trust_remote_code")
+    if drafts is not None and drafts.draft_tensor_parallel_size is not None:
+        names.append("draft_tensor_parallel_size")
     if names:
         logger.warning("options without effect here: %s", ", ".join(names))
-    if len(names) < len(config.options_without_effect):
+    if may_run_code:
         logger.warning(
             "trust_remote_code=True: code of a checkpoint is never run, this model does without it"
         )

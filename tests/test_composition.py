@@ -79,6 +79,16 @@ def test_no_more_blocks_than_the_tpu_kernel_can_name(path):
     assert sized(on_tpu, 0).pool.num_blocks == MOST_BLOCKS
 
 
+def test_nor_than_the_kernel_of_the_draft_model_can(path):
+    drafts = {"model": path, "num_speculative_tokens": 2}
+    most = {"num_gpu_blocks_override": MOST_BLOCKS + 5}
+    spec = make_spec(path, speculative_config=drafts, **most)
+    pool = dataclasses.replace(spec.draft_model.pool, layout="tpu")
+    on_tpu = dataclasses.replace(spec.draft_model, pool=pool)
+    found = sized(dataclasses.replace(spec, draft_model=on_tpu), 0)
+    assert [pool.num_blocks for pool in found.pools] == [MOST_BLOCKS] * 2
+
+
 def test_what_sizing_measured_is_kept(path, tmp_path, monkeypatch):
     spec = make_spec(path, compilation_cache_dir=str(tmp_path))
     cache = executable_cache(spec, flags="")

@@ -68,6 +68,19 @@ def test_what_has_no_effect_is_said_once(folder, caplog):
     ]
 
 
+def test_a_draft_model_has_a_line(folder, caplog):
+    drafts = {"model": folder, "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+    lines = lines_of_start(folder, caplog, logging.INFO, speculative_config=drafts)
+    assert [line for level, line in lines if level == "WARNING"] == [
+        "options without effect here: draft_tensor_parallel_size"
+    ]
+    _, of_drafts, _, of_pools, *_ = (line for level, line in lines if level == "INFO")
+    assert of_drafts == (
+        "drafts    tiny (Qwen2ForCausalLM), 140 k parameters in bfloat16, 280 kB; at most 3 tokens a step"
+    )
+    assert "9 blocks of 16, 73.7 kB" in of_pools
+
+
 def test_programs_are_counted_by_where_they_came_from():
     def line(*origins: str) -> str:
         ready = {str(i): SimpleNamespace(origin=origin) for i, origin in enumerate(origins)}

@@ -99,7 +99,7 @@ def make_job(
     num_blocks = spec.config.num_gpu_blocks_override
     if num_blocks is None:
         half = _pool_bytes(spec, target, 0) // 2
-        num_blocks = max(2, min(half // spec.block_bytes, max_blocks(spec.pool)))
+        num_blocks = max(2, min(half // spec.block_bytes, *map(max_blocks, spec.pools)))
     return CompileJob(spec=spec.with_blocks(num_blocks), target=target, dumped=dumped)
 
 

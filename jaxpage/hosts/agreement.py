@@ -10,6 +10,7 @@ from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.hosts.group import Hosts, differences
 from jaxpage.runner.fingerprint import machine_fingerprint
+from jaxpage.speculation import SpeculativeConfig
 
 # Each host has its own copy of the files, and its own identity.
 _OF_ONE_HOST = (
@@ -27,7 +28,7 @@ def check_same(hosts: Hosts, options: EngineConfig, spec: EngineSpec, *, flags: 
     machine = machine_fingerprint(spec.device, flags)
     mine = (
         {name: text for name, text in machine.items() if name not in _OF_ONE_MACHINE}
-        | {f.name: repr(getattr(options, f.name)) for f in fields if f.name not in _OF_ONE_HOST}
+        | {f.name: _as_text(getattr(options, f.name)) for f in fields if f.name not in _OF_ONE_HOST}
         | {name: text for name, text in spec.fingerprint().items() if name != "host"}
     )
 
@@ -42,6 +43,12 @@ def check_same(hosts: Hosts, options: EngineConfig, spec: EngineSpec, *, flags: 
         return {}
 
     hosts.agree(mine, decide)
+
+
+def _as_text(option: Any) -> str:
+    if isinstance(option, SpeculativeConfig):  # the draft model is in a folder of the host, too
+        option = vars(option) | {"model": None}
+    return repr(option)
 
 
 def smallest(hosts: Hosts, mine: dict[str, int]) -> dict[str, int]:

@@ -59,9 +59,12 @@ def pack(
         assert pictures is not None, "a picture for a model that takes none"
         calls.append(pack_encode(picture, rows, pictures))
     if programs.draft is not None:
-        calls.append(Call(programs.draft, (_pack_blocks(plan, layouts[programs.draft]),)))
+        packed = _pack_computed(plan, layouts[programs.draft], changes_blocks=True)
+        calls.append(Call(programs.draft, (packed,)))
     if programs.bucket is not None:
-        packed = _pack_step(plan, layouts[programs.bucket.name])
+        # `draft` has changed the blocks; a second copy would see what it wrote.
+        changes_blocks = programs.draft is None
+        packed = _pack_step(plan, layouts[programs.bucket.name], changes_blocks=changes_blocks)
         calls.append(Call(programs.bucket.name, (packed, *_embeds(plan, programs.bucket))))
     calls += [*_captures(plan, programs.bucket, layouts), *_scores(plan, layouts)]
     calls += _vocabulary(plan, layouts)
@@ -83,9 +86,9 @@ def _pack_rows(plan: StepPlan, layout: Layout, num_rows: int) -> np.ndarray:
     return buffer
 
 
-def _pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
+def _pack_step(plan: StepPlan, layout: Layout, *, changes_blocks: bool) -> np.ndarray:
     """The rows that compute tokens, what changes before they run, and what some tokens are."""
-    buffer = _pack_blocks(plan, layout)
+    buffer = _pack_computed(plan, layout, changes_blocks=changes_blocks)
     for row, drafts in plan.drafts.items():
         layout.view(buffer, "drafts")[row, : len(drafts)] = drafts
     if plan.picture_tokens or plan.positions:
@@ -94,14 +97,14 @@ def _pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
     return buffer
 
 
-def _pack_blocks(plan: StepPlan, layout: Layout) -> np.ndarray:
+def _pack_computed(plan: StepPlan, layout: Layout, *, changes_blocks: bool) -> np.ndarray:
     """The rows that compute tokens, and the changes of block tables and pool before they run."""
     buffer = _pack_rows(plan, layout, plan.num_rows - plan.num_late_rows)
-    if plan.table_updates:
+    if plan.table_updates and changes_blocks:
         updates = np.asarray(plan.table_updates, np.int32)
         for column, name in enumerate(("slots", "groups", "indices", "blocks")):
             layout.view(buffer, f"update_{name}")[: len(updates)] = updates[:, column]
-    if plan.block_copies:
+    if plan.block_copies and changes_blocks:
         copies = np.asarray(plan.block_copies, np.int32)
         layout.view(buffer, "copy_sources")[: len(copies)] = copies[:, 0]
         layout.view(buffer, "copy_destinations")[: len(copies)] = copies[:, 1]

@@ -168,7 +168,7 @@ class Step:
     ) -> tuple[KVPool, RequestState]:
         """Drafts of the draft model behind the sequences of rows that have some, for `forward` to compute.
 
-        `forward` makes the same changes of block tables and pool once more.
+        Block tables and pool change here, not in that `forward`.
         """
         assert self.drafting is not None
         kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)

@@ -4,13 +4,15 @@ The latter is the strongest check of the draft model's KV: one wrong key or valu
 """
 
 import dataclasses
+import shutil
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import EngineSpec
-from tests import checkpoints
+from tests import checkpoints, picture_models
 from tests.checkpoints import VOCAB_SIZE, answers, assert_same_answers, make_llm
 from tests.end_to_end import test_speculation
 
@@ -174,6 +176,25 @@ def test_what_cannot_draft_is_refused(family, changes, options, message, qwen2, 
         spec_of(qwen2, **drafts_of(tmp_path), **options)
 
 
+def test_damaged_weights_are_said_to_be_the_draft_models(qwen2, tmp_path):
+    other = shutil.copytree(qwen2, tmp_path / "drafts")
+    weights = load_file(other / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, other / "model.safetensors")
+    message = "the draft model of speculative_config: .* it lacks model.norm.weight"
+    with pytest.raises(ValueError, match=message):
+        make_llm(qwen2, enforce_eager=True, **drafts_of(other))
+
+
+def test_a_draft_model_reads_text_alone(tmp_path):
+    """So a model that takes pictures can draft only where nobody may send any."""
+    path = picture_models.save(picture_models.gemma3_config(), tmp_path, seed="drafts")
+    with pytest.raises(ValueError, match="which takes pictures; only models of text can draft"):
+        spec_of(path, **drafts_of(path))
+    no_pictures = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    assert spec_of(path, **drafts_of(path), **no_pictures).draft_model is not None
+
+
 def test_a_draft_model_must_not_see_more_than_the_model_keeps(qwen2, tmp_path):
     path = checkpoints.build("mistral", 0, tmp_path)
     spec = spec_of(path, max_model_len=128)
@@ -190,3 +211,12 @@ def test_memory_is_that_of_both_models(qwen2):
     facts = both.fingerprint()
     other = dataclasses.replace(both, draft_model=None).fingerprint()
     assert facts.items() > {k: v for k, v in other.items() if k != "steps"}.items()
+
+
+def test_windows_share_the_arrays_of_both_pools(tmp_path):
+    """The draft model's layers are spread over the groups of the model's, and so a block is as large as necessary."""
+    path = checkpoints.build("gemma3", 0, tmp_path)
+    spec, both = spec_of(path), spec_of(path, **drafts_of(path))
+    assert len(spec.groups.windows) == 3
+    assert sorted(both.draft_model.layer_locations) == sorted(spec.groups.layer_locations)
+    assert both.block_bytes == 2 * spec.block_bytes

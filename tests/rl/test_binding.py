@@ -81,6 +81,9 @@ def test_what_does_not_fit_is_refused_with_both_sides(module, path):
         prepared(Holder(tree), path)
     with pytest.raises(ValueError, match="enable_lora is for modules of jaxpage"):
         prepared(Holder(in_layout("tunix", module, path)), path, enable_lora=True)
+    drafts = {"model": str(path), "num_speculative_tokens": 4}
+    with pytest.raises(ValueError, match="parameters of one module, .* names a draft model too"):
+        prepared(module, path, speculative_config=drafts)
     with pytest.raises(ValueError, match="no parameters"):
         Binding(nnx.List([]))
 
