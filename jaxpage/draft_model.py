@@ -40,9 +40,9 @@ class DraftModel:
     quantization: str | None
     model: CausalLM  # abstract until weights are loaded
     pool: KVPoolSpec  # with as many blocks as the engine's
-    layer_locations: tuple[
-        tuple[int, int], ...
-    ]  # of each layer: (the engine's KV-cache group, array of the pool)
+    # of each layer: (the engine's KV-cache group, array of the pool)
+    layer_locations: tuple[tuple[int, int], ...]
+    no_kernel_reason: str | None  # why its attention runs in XLA, if a kernel exists for it
 
 
 def make_draft_model(
@@ -60,9 +60,15 @@ def make_draft_model(
     folder = config.draft_model
     if folder is None:
         return None
-    # Quantised as its own checkpoint is, or to int8 as the model is.
+    # Quantised as its own checkpoint is, or to int8 as the model is; without what encodes pictures.
     quantization = config.quantization if config.quantization in ("int8", "dequantize") else None
-    own = replace(config, model=folder, hf_config_path=None, quantization=quantization)
+    own = replace(
+        config,
+        model=folder,
+        hf_config_path=None,
+        quantization=quantization,
+        limit_mm_per_prompt={"image": 0, "video": 0},
+    )
     with named_errors():
         hf_config = load_hf_config(folder, None)
         drafts, quantization, _ = abstract_model(hf_config, own, mesh)
@@ -80,6 +86,7 @@ def make_draft_model(
         model=drafts,
         pool=choice.chosen,
         layer_locations=locations,
+        no_kernel_reason=choice.reason,
     )
 
 
@@ -93,10 +100,6 @@ def named_errors() -> Iterator[None]:
 
 
 def _check(drafts: ModelConfig, model: ModelConfig) -> None:
-    if drafts.vision is not None:
-        raise ValueError(
-            f"the draft model is {drafts.architecture}, which takes pictures; only models of text can draft"
-        )
     if abs(drafts.vocab_size - model.vocab_size) > _MOST_PADDING:
         raise ValueError(
             f"the draft model has a vocabulary of {drafts.vocab_size:,} tokens and the model one of "

@@ -9,8 +9,10 @@ import logging
 from collections.abc import Sequence
 
 from jaxpage.config import ResolvedConfig
+from jaxpage.draft_model import DraftModel
 from jaxpage.engine_spec import EngineSpec, LoadedModel, bytes_on_one_device
 from jaxpage.hub import display_name
+from jaxpage.ops.attention import describe
 from jaxpage.runner.programs import Programs
 from jaxpage.weights.spec import specs
 
@@ -34,11 +36,15 @@ def log_replicas(specs: Sequence[EngineSpec]) -> None:
 def log_engine(spec: EngineSpec, slow_products: set[str], *, level: int = logging.INFO) -> None:
     """The lines before compilation; at INFO also warnings."""
     logger.debug("%s", spec.config.describe())
-    is_slow = spec.no_kernel_reason is not None and level >= logging.INFO
+
+    def level_of(no_kernel_reason: str | None) -> int:
+        is_slow = no_kernel_reason is not None and level >= logging.INFO
+        return logging.WARNING if is_slow else level
+
     logger.log(level, "%s", model_line(spec))
-    if spec.draft_model is not None:
-        logger.log(level, "%s", draft_model_line(spec))
-    logger.log(logging.WARNING if is_slow else level, "%s", device_line(spec))
+    if (drafts := spec.draft_model) is not None:
+        logger.log(level_of(drafts.no_kernel_reason), "%s", draft_model_line(spec, drafts))
+    logger.log(level_of(spec.no_kernel_reason), "%s", device_line(spec))
     logger.log(level, "%s", kv_cache_line(spec))
     if level < logging.INFO:
         return
@@ -72,8 +78,11 @@ def model_line(spec: EngineSpec) -> str:
     return f"model     {_describe(spec, spec.models[0])}"
 
 
-def draft_model_line(spec: EngineSpec) -> str:
-    return f"drafts    {_describe(spec, spec.models[1])}; at most {spec.config.num_drafts} tokens a step"
+def draft_model_line(spec: EngineSpec, drafts: DraftModel) -> str:
+    line = f"drafts    {_describe(spec, spec.models[1])}; at most {spec.config.num_drafts} tokens a step"
+    if drafts.no_kernel_reason is None:
+        return line
+    return f"{line}; attention: {describe(drafts.pool.attention, drafts.no_kernel_reason)}"
 
 
 def _describe(spec: EngineSpec, loaded: LoadedModel) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxpage import LLM, tiny
-from jaxpage.start_up_log import programs_line
+from jaxpage.config import EngineConfig
+from jaxpage.engine_spec import make_engine_spec
+from jaxpage.start_up_log import draft_model_line, programs_line
 
 SMALL = {
     "max_model_len": 64,
@@ -79,6 +83,15 @@ def test_a_draft_model_has_a_line(folder, caplog):
         "drafts    tiny (Qwen2ForCausalLM), 140 k parameters in bfloat16, 280 kB; at most 3 tokens a step"
     )
     assert "9 blocks of 16, 73.7 kB" in of_pools
+
+
+def test_the_line_of_a_draft_model_says_why_it_has_no_kernel(folder):
+    speculative = {"model": folder, "num_speculative_tokens": 3}
+    options = EngineConfig(model=folder, speculative_config=speculative)
+    spec = make_engine_spec(options, device=jax.devices("cpu")[0])
+    slow = replace(spec.draft_model, no_kernel_reason="head_dim is 20")
+    line = draft_model_line(spec, spec.draft_model)
+    assert draft_model_line(spec, slow) == f"{line}; attention: plain XLA: head_dim is 20"
 
 
 def test_programs_are_counted_by_where_they_came_from():

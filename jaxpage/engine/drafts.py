@@ -78,11 +78,13 @@ def add_drafts(step: ScheduledStep, drafter: PromptLookup | OnDevice, budget: in
         if not isinstance(drafter, OnDevice):
             drafts = drafter.drafts(sequence, most)
         number = most if drafts is None else len(drafts)
-        if number < 1 or not step.kv.lengthen(plan, sequence, known + number):
+        if number > 0:
+            number = step.kv.lengthen(plan, sequence, known + number) - known
+        if number < 1:
             continue
         plan.num_drafts[row] = number
         if drafts is not None:
-            plan.drafts[row] = drafts
+            plan.drafts[row] = drafts[:number]
         plan.num_tokens[row] += number
         budget -= number
 

@@ -268,13 +268,15 @@ class KVCache:
                 self._lengthen(plan, sequence, length)
         return num_steps
 
-    def lengthen(self, plan: StepPlan, sequence: Sequence, end: int) -> bool:
-        """Allocate blocks for drafts up to `end`, unless they take more than a small share of the free blocks."""
+    def lengthen(self, plan: StepPlan, sequence: Sequence, end: int) -> int:
+        """Allocate blocks for drafts up to `end`, unless they take more than a small share of the free blocks. Returns
+        up to where there are blocks, at most `end`.
+        """
         length = -(-end // self.block_size)
-        if SHARE_AHEAD * sequence.num_lacking_blocks(length) > self.pool.num_free:
-            return False
-        self._lengthen(plan, sequence, length)
-        return True
+        if SHARE_AHEAD * sequence.num_lacking_blocks(length) <= self.pool.num_free:
+            self._lengthen(plan, sequence, length)
+            return end
+        return len(sequence.block_tables[0]) * self.block_size
 
     def num_copies(self, sequence: Sequence) -> int:
         """How many shared blocks a running sequence is about to write to, and must copy."""

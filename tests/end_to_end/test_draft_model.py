@@ -186,13 +186,17 @@ def test_damaged_weights_are_said_to_be_the_draft_models(qwen2, tmp_path):
         make_llm(qwen2, enforce_eager=True, **drafts_of(other))
 
 
-def test_a_draft_model_reads_text_alone(tmp_path):
-    """So a model that takes pictures can draft only where nobody may send any."""
-    path = picture_models.save(picture_models.gemma3_config(), tmp_path, seed="drafts")
-    with pytest.raises(ValueError, match="which takes pictures; only models of text can draft"):
-        spec_of(path, **drafts_of(path))
-    no_pictures = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
-    assert spec_of(path, **drafts_of(path), **no_pictures).draft_model is not None
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["gemma3_config", "qwen3_vl_config"])
+def test_of_a_model_that_takes_pictures_the_text_part_drafts(config, tmp_path):
+    path = picture_models.save(getattr(picture_models, config)(), tmp_path, seed="drafts")
+    prompts, params = requests()
+    options = {"enforce_eager": True, "limit_mm_per_prompt": {"image": 0, "video": 0}}
+    expected = answers(make_llm(path, **options), prompts, params)
+    for limits in (options, {"enforce_eager": True}):
+        llm = make_llm(path, **drafts_of(path), **limits)
+        assert_same_answers(answers(llm, prompts, params), expected, atol=2e-4)
+        check_all_right(llm)
 
 
 def test_a_draft_model_must_not_see_more_than_the_model_keeps(qwen2, tmp_path):

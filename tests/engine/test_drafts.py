@@ -83,6 +83,22 @@ def test_rows_that_need_the_host_for_each_token_have_no_drafts():
     assert may_have_drafts(sequence_of(tokens).request)
 
 
+@pytest.mark.parametrize("has_draft_model", [False, True])
+def test_without_free_blocks_drafts_fill_the_last_block(has_draft_model):
+    """Five blocks of eight tokens: one more is too large a share of what is free."""
+    engine = make_engine(
+        num_drafts=4, has_draft_model=has_draft_model, num_blocks=6, block_size=8, max_num_seqs=1
+    )
+    request = make_request("0", [1, 2, 3], seed=0, max_tokens=25)
+    run(engine, request)
+    assert_expected(engine, request)
+    plans = [step.plan for step in engine.steps if step.plan.num_drafts]
+    assert plans
+    for plan in plans:
+        last_known = plan.starts[0]
+        assert (last_known + plan.num_drafts[0]) // 8 == last_known // 8
+
+
 def same_requests(num: int, **options) -> list[Request]:
     return [make_request(str(i), [i, 1, 2], seed=i, **options) for i in range(num)]
 
