@@ -269,9 +269,7 @@ class KVCache:
         return num_steps
 
     def lengthen(self, plan: StepPlan, sequence: Sequence, end: int) -> int:
-        """Allocate blocks for drafts up to `end`, unless they take more than a small share of the free blocks. Returns
-        up to where there are blocks, at most `end`.
-        """
+        """Allocate blocks for drafts up to `end`, if that is a small share of the free ones. Returns how far it came."""
         length = -(-end // self.block_size)
         if SHARE_AHEAD * sequence.num_lacking_blocks(length) <= self.pool.num_free:
             self._lengthen(plan, sequence, length)
