@@ -269,7 +269,7 @@ class KVCache:
         return num_steps
 
     def lengthen(self, plan: StepPlan, sequence: Sequence, end: int) -> int:
-        """Allocate blocks for drafts up to `end`, if that is a small share of the free ones. Returns how far it came."""
+        """Allocate blocks for drafts up to `end`, if that is a small share of the free ones; returns how far."""
         length = -(-end // self.block_size)
         if SHARE_AHEAD * sequence.num_lacking_blocks(length) <= self.pool.num_free:
             self._lengthen(plan, sequence, length)
