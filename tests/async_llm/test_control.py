@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 
 import jax
@@ -98,14 +99,21 @@ def test_there_and_back(llm, folders, expected):
     assert llm.stats().num_recompiles == 0
 
 
-def test_while_a_request_runs(llm, folders, expected):
-    future = llm.submit({"prompt_token_ids": PROMPTS[0]}, LONG)
+def test_while_requests_run(llm, folders, expected):
+    """So many that they take longer than reading a checkpoint, and of different lengths: they do not end together."""
+    lengths = [31 + 37 * i % 60 for i in range(180)]
+    futures = [
+        llm.submit({"prompt_token_ids": PROMPTS[0]}, dataclasses.replace(LONG, max_tokens=length))
+        for length in lengths
+    ]
     version = run(llm.update_weights(folders[1]))
-    spans = future.result().outputs[0].weight_versions
-    assert [v for v, _, _ in spans] in ([version - 1, version], [version])
-    assert spans[-1][2] == 90
+    spans = [future.result().outputs[0].weight_versions for future in futures]
     run(llm.update_weights(folders[0]))
     assert tokens(llm) == expected[0]
+    found = [[v for v, _, _ in each] for each in spans]
+    assert [version - 1, version] in found
+    assert all(each in ([version - 1], [version - 1, version], [version]) for each in found)
+    assert [each[-1][2] for each in spans] == lengths
 
 
 def damaged(folder, kind):
