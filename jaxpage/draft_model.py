@@ -1,8 +1,8 @@
 """A draft model as shapes: a smaller model whose tokens are guesses at those of the engine's model.
 
 It has a KV pool of its own, whose blocks have the numbers of the engine's: whatever the model computes, the draft model
-computes too, so a block that is shared, copied or found in the prefix cache is so in both pools. It only ever guesses:
-no token depends on it.
+computes too, so a block that is shared, copied or found in the prefix cache is so in both pools. Its tokens are only
+guesses, which the model checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxpage.weights.abstract import abstract_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Tokenizers with the same tokens may leave room for others, as those of Qwen2.5-0.5B and 7B: 151,936 and 152,064.
+# Models with the same tokenizer may pad their vocabularies differently: Qwen2.5-0.5B to 151,936 and 7B to 152,064.
 _MOST_PADDING = 1024
 
 
@@ -60,7 +60,7 @@ def make_draft_model(
     folder = config.draft_model
     if folder is None:
         return None
-    # Quantised as its own checkpoint is, or to int8 as the model is; without what encodes pictures.
+    # Quantised as its own checkpoint is, or to int8 as the model is; without a vision tower.
     quantization = config.quantization if config.quantization in ("int8", "dequantize") else None
     own = replace(
         config,

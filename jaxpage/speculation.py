@@ -32,7 +32,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int | None = None
     model: str | None = None  # the draft model: a folder, or a name on the hub
     revision: str | None = None  # of the draft model on the hub
-    # without effect, for vLLM's sake: the draft model is divided over the same devices as the model
+    # accepted as in vLLM, without effect: the draft model is divided over the devices of the model
     draft_tensor_parallel_size: int | None = None
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ class Drafting:
     layer_locations: tuple[tuple[int, int], ...]
     mesh: Mesh | None
 
-    def follow(
+    def forward(
         self, leaves: list[jax.Array], kv_pool: KVPool, batch: StepBatch, *, is_decode: bool
     ) -> tuple[KVPool, jax.Array]:
         """The pool with keys and values of a step's tokens, and their hidden states [T, E].
@@ -109,7 +109,7 @@ class Drafting:
             others = finished.at[slots].set(finished[slots] | ~drafts)
             now = {"slots": slots, "starts": known - 1 + index, "num_tokens": jnp.ones_like(slots)}
             batch = unpack_batch(state | {"finished": others}, now, bucket, self.spec)
-            kv_pool, hidden = self.follow(weights, kv_pool, batch, is_decode=True)
+            kv_pool, hidden = self.forward(weights, kv_pool, batch, is_decode=True)
             model = _SameVocabulary(self._model(weights), self.spec.vocab_size)
             sampled = choose(model, hidden, state, slots, known + index, features)
             where = jnp.where(drafts, slots, finished.size), known + index

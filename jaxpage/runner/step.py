@@ -310,7 +310,7 @@ class Step:
         own, of_drafts = self._split_pool(kv_pool)
         if self.drafting is not None:
             parameters = leaves[self.treedef.num_leaves :]
-            of_drafts, _ = self.drafting.follow(
+            of_drafts, _ = self.drafting.forward(
                 parameters, of_drafts, batch, is_decode=bucket.decode
             )
         attention = PagedAttention(

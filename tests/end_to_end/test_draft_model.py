@@ -134,7 +134,7 @@ def test_nothing_compiles_after_start_up(qwen2, expected):
 
 
 @pytest.mark.slow
-def test_new_weights_are_those_of_the_model_alone(qwen2, tmp_path):
+def test_update_weights_does_not_replace_the_draft_model(qwen2, tmp_path):
     shape = checkpoints.VARIANTS["qwen2"][0] | ONE_LAYER
     new = checkpoints.build_from("Qwen2Config", shape, tmp_path, seed="new")
     prompts, params = requests()
