@@ -28,7 +28,7 @@ from jaxpage.models.decoder import CausalLM
 from jaxpage.models.taps import residual_points
 from jaxpage.ops import attention
 from jaxpage.pictures.border import PictureProcessor
-from jaxpage.pool_choice import choose_pool
+from jaxpage.pool_choice import choose_pool, kv_sizes
 from jaxpage.research_config import ResearchConfig, ResearchSpec
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.encoder import make_picture_spec
@@ -324,7 +324,9 @@ def make_engine_spec(
         )
     if config.research is not None:
         _check_research(config, model, mesh)
-    groups = group_layers(model.config.windows, config.max_model_len)
+    num_devices = 1 if mesh is None else mesh.size
+    windows = model.config.windows[: model.config.num_kv_layers]
+    groups = group_layers(windows, config.max_model_len, kv_sizes(model.config, num_devices))
     where: dict[str, Any] = {"hardware": hardware, "mesh": mesh}
     choice = choose_pool(config, model.config, num_arrays=groups.num_arrays, **where)
     return EngineSpec(

@@ -14,6 +14,28 @@ from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.heads import share_heads
 
 
+def kv_sizes(model: ModelConfig, num_devices: int) -> tuple[int, ...]:
+    """Of each layer with KV: how many heads of the pool its KV heads take, on all devices together."""
+    head_dim = _head_dim(model)
+    sizes = []
+    for layer in range(model.num_kv_layers):
+        heads = model.kv_heads(layer)
+        shares = share_heads(model.num_heads, heads.num, num_devices)
+        sizes.append(shares.of_pool * (heads.head_dim // head_dim))
+    return tuple(sizes)
+
+
+def _head_dim(model: ModelConfig) -> int:
+    """Of the pool: that of the smallest heads, of which others take several. Raises ValueError if they cannot."""
+    dims = [model.kv_heads(layer).head_dim for layer in range(model.num_kv_layers)]
+    if any(dim % min(dims) for dim in dims):
+        raise ValueError(
+            f"{model.architecture}: the head dims {min(dims)} and {max(dims)} of different layers cannot share a KV "
+            "pool; one must be a multiple of the other"
+        )
+    return min(dims)
+
+
 def choose_pool(
     config: ResolvedConfig,
     model: ModelConfig,
@@ -29,8 +51,8 @@ def choose_pool(
         num_arrays=num_arrays,
         num_blocks=0,
         block_size=config.block_size,
-        num_kv_heads=shares.of_pool,
-        head_dim=model.head_dim,
+        num_kv_heads=max(kv_sizes(model, num_devices)),
+        head_dim=_head_dim(model),
         dtype=jnp.dtype(config.dtype),
         format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
         sharded=num_devices > 1,
@@ -44,4 +66,5 @@ def choose_pool(
         shares=shares,
         table=(config.max_num_seqs, config.blocks_per_row),
         sees_ahead=model.vision is not None and model.vision.bidirectional,
+        has_parts=model.full_heads is not None,
     )

@@ -294,7 +294,7 @@ def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any
     model = job.spec.model.config
     shares = share_heads(model.num_heads, model.num_kv_heads, job.spec.num_devices)
     groups = job.spec.groups
-    layers = Counter(group for group, _ in groups.layer_locations)
+    layers = Counter(location.group for location in groups.layer_locations)
     return {
         "attention": served,
         "attention_tiles": attention_tiles(job.spec),

@@ -20,11 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpage.batch import StepBatch
 from jaxpage.device import Device
+from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPool, KVPoolSpec, Layer
 from jaxpage.ops.implementations import Choice, Implementation, first_supported, require
 from jaxpage.parallel.heads import HeadShares, share_heads
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels import hopper
+from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import gpu_layout, tpu_layout, xla
@@ -63,6 +65,7 @@ class _Need:
     num_kv_heads: int  # on a device
     table: tuple[int, int]  # [R, M]
     sees_ahead: bool
+    has_parts: bool
 
     def layer(self, spec: KVPoolSpec) -> Layer:
         """A device's share of an array of the pool."""
@@ -76,8 +79,12 @@ _AHEAD = (
 )
 
 
+_PARTS = "the kernel needs layers with equally many and equally large KV heads"
+
+
 def _accept_tpu(need: _Need) -> KVPoolSpec:
     require(_AHEAD if need.sees_ahead else None)
+    require(_PARTS if need.has_parts else None)
     sizes = tuned_sizes("paged_attention", "tpu", need.device.kind)
     rows = tpu_layout.scale_rows(need.num_kv_heads)
     spec = replace(need.spec, layout="tpu", scale_rows=rows)
@@ -91,6 +98,7 @@ def _accept_tpu(need: _Need) -> KVPoolSpec:
 
 def _accept_hopper(need: _Need) -> KVPoolSpec:
     require(_AHEAD if need.sees_ahead else None)
+    require(_PARTS if need.has_parts else None)
     require(hopper.unsupported_reason_on(need.device.compute_capability))
     require(gpu_layout.unsupported_reason(need.q, need.layer(need.spec)))
     require(hopper.unsupported_ptxas_here())
@@ -112,11 +120,12 @@ def choose(
     shares: HeadShares,
     table: tuple[int, int],
     sees_ahead: bool = False,
+    has_parts: bool = False,
 ) -> Choice[KVPoolSpec]:
     """The pool's spec for the first implementation that supports it.
 
     spec: a pool in the layout "heads", for XLA. table: the largest block table, [R, M]. sees_ahead: some tokens attend
-    to later ones (`StepBatch.last_keys`).
+    to later ones (`StepBatch.last_keys`). has_parts: layers differ in their KV heads (`kv_write.parts`).
     """
     q_shape = (1, shares.query_heads_of_a_device, spec.head_dim)
     need = _Need(
@@ -126,6 +135,7 @@ def choose(
         num_kv_heads=shares.kv_heads_of_a_device,
         table=table,
         sees_ahead=sees_ahead,
+        has_parts=has_parts,
     )
     return first_supported("paged attention", IMPLEMENTATIONS, need, device.platform)
 
@@ -151,16 +161,16 @@ class PagedAttention:
     """The attention argument of a model inside a compiled step (`models.attention.Attention`).
 
     Lives only while the step is traced. `kv_pool` is the list of the pool's arrays, as `spec` describes them;
-    `layer_locations` has the KV-cache group and the array of each layer. A call replaces that array, and the step
+    `layer_locations` says where the KV of each layer is. A call replaces that array, and the step
     returns the list when the model is done. K and V of all rows are written before any row reads, so a request may hit
-    blocks that another request computes in the same step.
+    blocks that another request computes in the same step. Several layers may read the KV of one: it is written once.
     """
 
     def __init__(
         self,
         kv_pool: KVPool,
         batch: StepBatch,
-        layer_locations: tuple[tuple[int, int], ...],
+        layer_locations: tuple[Location, ...],
         *,
         spec: KVPoolSpec,
         one_query_per_row: bool,
@@ -169,6 +179,7 @@ class PagedAttention:
         self.kv_pool = list(kv_pool)
         self._batch = batch
         self._layer_locations = layer_locations
+        self._written: set[int] = set()  # layers
         self._spec = spec
         self._one_query_per_row = one_query_per_row
         self._mesh = mesh
@@ -186,15 +197,18 @@ class PagedAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """q [T, H, D] and k, v [T, K, D] after RoPE, sinks [H] → [T, H, D]."""
-        batch, (group, array) = self._batch, self._layer_locations[layer]
+        batch, (group, array, part) = self._batch, self._layer_locations[layer]
         attend = partial(
             _write_and_attend,
             self._spec,
+            part,
+            writes=layer not in self._written,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
             one_query_per_row=self._one_query_per_row,
         )
+        self._written.add(layer)
         pool, queries = self.kv_pool[array], batch.query_starts
         if batch.last_keys is not None:
             queries = SeeingAhead(queries, batch.last_keys)
@@ -218,26 +232,36 @@ class PagedAttention:
 
 def _write_and_attend(
     spec: KVPoolSpec,
+    part: int,
     pool: Layer,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     slot_mapping: jax.Array,
     *rows: jax.Array | SeeingAhead,
+    writes: bool,
     **options,
 ) -> tuple[Layer, jax.Array]:
-    """The pool with k and v written, and the attention of q. rows: block table, kv_lens, query_starts, and optionally
-    sinks.
+    """The pool with k and v written, and the attention of q. part: the layer's, of an array that several share. rows:
+    block table, kv_lens, query_starts, and optionally sinks. writes: False if k and v are in the pool already.
     """
     if len(rows) > 3:
         rows, options["sinks"] = rows[:3], rows[3]
     if spec.attention == "tpu":
         out, pool = _tpu_attention()(q, k, v, pool, *rows, sizes=spec.kernel_sizes, **options)
         return pool, out
-    pool = _write_kv(pool, k, v, slot_mapping)
     if spec.attention == "hopper":
+        pool = _write_kv(pool, k, v, slot_mapping)
         return pool, _gpu_attention()(q, pool, *rows, sizes=spec.kernel_sizes, **options)
-    return pool, _paged_attention(q, pool, *rows, **options)
+    own = _own_part(spec, pool, k, part)
+    own = _write_kv(own, k, v, slot_mapping) if writes else own
+    return whole(own), _paged_attention(q, own, *rows, **options)
+
+
+def _own_part(spec: KVPoolSpec, pool: Layer, k: jax.Array, index: int) -> Layer | PoolPart:
+    """What a layer has of an array. k: [T, K, D] of the layer, on this device."""
+    part = PoolPart(pool, k.shape[1], k.shape[2] // spec.head_dim, index)
+    return pool if part.shape == pool.shape else part
 
 
 def _partition_of(pool: Layer, spec: KVPoolSpec) -> Any:

@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxpage.batch import StepBatch
 from jaxpage.device import Device
+from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.pooling_model import PoolingModel
@@ -172,7 +173,7 @@ def _inputs(
         block_tables=jnp.arange(1, spec.num_blocks, dtype=jnp.int32)[None, None],
         is_token=is_token,
     )
-    places = tuple((0, index) for index in range(spec.num_arrays))
+    places = tuple(Location(0, index) for index in range(spec.num_arrays))
     paged = PagedAttention(kv_pool, batch, places, spec=spec, one_query_per_row=False)
     inputs = ForwardInput(
         token_ids=token_ids,

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxpage.batch import StepBatch
 from jaxpage.device import Device
+from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.attention import DenseAttention
 from jaxpage.ops import attention
@@ -145,7 +146,7 @@ def test_heads_are_shared_by_several_devices(num_heads, num_kv_heads, num_device
 
     def attend(mesh, spec, pool, q):
         options = dict(spec=spec, one_query_per_row=False, mesh=mesh)
-        attention = PagedAttention([pool], batch, ((0, 0),), **options)
+        attention = PagedAttention([pool], batch, (Location(0, 0),), **options)
         options = dict(scale=arguments["scale"], window=None, soft_cap=None)
         return attention(0, q, k, v, **options), attention.kv_pool[0]
 
