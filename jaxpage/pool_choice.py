@@ -1,4 +1,4 @@
-"""The KV pool of a model: its shape, and the attention that reads it."""
+"""The KV pool of a model: its shape, which layers share a block table, and the attention that reads it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from jaxpage.config import ResolvedConfig
 from jaxpage.device import Device
+from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.config import ModelConfig
 from jaxpage.ops import attention
@@ -14,7 +15,13 @@ from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.heads import share_heads
 
 
-def kv_sizes(model: ModelConfig, num_devices: int) -> tuple[int, ...]:
+def kv_groups(model: ModelConfig, *, max_model_len: int, num_devices: int) -> KVGroups:
+    """The KV-cache groups of a model's layers that have KV."""
+    windows = model.windows[: model.num_kv_layers]
+    return group_layers(windows, max_model_len, _kv_sizes(model, num_devices))
+
+
+def _kv_sizes(model: ModelConfig, num_devices: int) -> tuple[int, ...]:
     """Of each layer with KV: how many heads of the pool its KV heads take, on all devices together."""
     head_dim = _head_dim(model)
     sizes = []
@@ -51,7 +58,7 @@ def choose_pool(
         num_arrays=num_arrays,
         num_blocks=0,
         block_size=config.block_size,
-        num_kv_heads=max(kv_sizes(model, num_devices)),
+        num_kv_heads=max(_kv_sizes(model, num_devices)),
         head_dim=_head_dim(model),
         dtype=jnp.dtype(config.dtype),
         format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
