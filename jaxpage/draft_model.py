@@ -107,9 +107,7 @@ def _check(drafts: ModelConfig, model: ModelConfig) -> None:
         )
 
 
-def _locations(
-    drafts: ModelConfig, groups: KVGroups, max_model_len: int
-) -> tuple[Location, ...]:
+def _locations(drafts: ModelConfig, groups: KVGroups, max_model_len: int) -> tuple[Location, ...]:
     """(group, array) of each layer. The group's blocks must reach back as far as it sees: the first such group has the
     narrowest window. Layers of different groups share arrays, because these have different blocks.
     """

@@ -9,7 +9,7 @@ from jaxpage.config import ResolvedConfig
 from jaxpage.device import Device
 from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
-from jaxpage.models.config import ModelConfig
+from jaxpage.models.config import KVHeads, ModelConfig
 from jaxpage.ops import attention
 from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.heads import share_heads
@@ -30,6 +30,20 @@ def _kv_sizes(model: ModelConfig, num_devices: int) -> tuple[int, ...]:
         shares = share_heads(model.num_heads, heads.num, num_devices)
         sizes.append(shares.of_pool * (heads.head_dim // head_dim))
     return tuple(sizes)
+
+
+def heads_of_pool(model: ModelConfig, num_devices: int) -> KVHeads:
+    """Of a pool for the model, on all devices together; `kv_write.parts` says how layers share them."""
+    return KVHeads(max(_kv_sizes(model, num_devices)), _head_dim(model))
+
+
+def heads_of_layers(model: ModelConfig, num_devices: int) -> tuple[attention.Heads, ...]:
+    """Of each kind of layer."""
+    kinds = dict.fromkeys(model.kv_heads(layer) for layer in range(model.num_layers))
+    return tuple(
+        attention.Heads(share_heads(model.num_heads, kind.num, num_devices), kind.head_dim)
+        for kind in kinds
+    )
 
 
 def _head_dim(model: ModelConfig) -> int:
@@ -53,13 +67,13 @@ def choose_pool(
 ) -> Choice[KVPoolSpec]:
     """The pool of a model in an engine with this config, without blocks yet."""
     num_devices = 1 if mesh is None else mesh.size
-    shares = share_heads(model.num_heads, model.num_kv_heads, num_devices)
+    heads = heads_of_pool(model, num_devices)
     pool = KVPoolSpec(
         num_arrays=num_arrays,
         num_blocks=0,
         block_size=config.block_size,
-        num_kv_heads=max(_kv_sizes(model, num_devices)),
-        head_dim=_head_dim(model),
+        num_kv_heads=heads.num,
+        head_dim=heads.head_dim,
         dtype=jnp.dtype(config.dtype),
         format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
         sharded=num_devices > 1,
@@ -70,8 +84,7 @@ def choose_pool(
     return attention.choose(
         pool,
         hardware,
-        shares=shares,
+        heads=heads_of_layers(model, num_devices),
         table=(config.max_num_seqs, config.blocks_per_row),
         sees_ahead=model.vision is not None and model.vision.bidirectional,
-        has_parts=model.full_heads is not None,
     )

@@ -99,15 +99,14 @@ def decode_step(measured: dict[str, Any], batch: int, length: int) -> DecodeStep
 
 def kv_bytes(measured: dict[str, Any], count: int, kv_len: int) -> int:
     """Bytes of keys and values that `count` rows read: of each KV-cache group the blocks within its window. A group
-    with fewer layers than another leaves some of a block unused.
+    with fewer layers than another leaves some of a block unused; layers may read the KV of others.
     """
     block_size, groups = measured["config"]["block_size"], measured["kv_groups"]
-    most_layers = max(num_layers for _, num_layers in groups)
     in_layers = sum(
         num_layers * -(-(kv_len if window is None else min(kv_len, window)) // block_size)
         for window, num_layers in groups
     )
-    return count * in_layers * measured["block_bytes"] // most_layers
+    return round(count * in_layers * measured["block_bytes"] / measured["num_arrays"])
 
 
 def _bytes_per_step(measured: dict[str, Any], batch: int) -> float:

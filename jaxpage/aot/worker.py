@@ -16,7 +16,6 @@ import math
 import os
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -294,15 +293,27 @@ def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any
     model = job.spec.model.config
     shares = share_heads(model.num_heads, model.num_kv_heads, job.spec.num_devices)
     groups = job.spec.groups
-    layers = Counter(location.group for location in groups.layer_locations)
+    layers = dict.fromkeys(range(len(groups.windows)), 0.0)
+    for layer in range(model.num_layers):
+        location = groups.layer_locations[model.kv_layer(layer)]
+        layers[location.group] += _share_of_array(job.spec, layer)
     return {
         "attention": served,
         "attention_tiles": attention_tiles(job.spec),
         # For each pair of a query and a key that it sees, in a layer of a device.
         "attention_flops": 4 * shares.query_heads_of_a_device * model.head_dim,
-        # Of each KV-cache group its window and number of layers.
+        # Of each KV-cache group its window and the number of layers that read it; those with less KV count less.
         "kv_groups": [[window, layers[number]] for number, window in enumerate(groups.windows)],
+        "num_arrays": groups.num_arrays,
     }
+
+
+def _share_of_array(spec: EngineSpec, layer: int) -> float:
+    """The part of an array of the pool that a layer reads."""
+    model, pool = spec.model.config, spec.pool
+    heads = model.kv_heads(layer)
+    of_layer = share_heads(model.num_heads, heads.num, spec.num_devices).of_pool * heads.head_dim
+    return of_layer / (pool.num_kv_heads * pool.head_dim)
 
 
 def _in_int8(spec: EngineSpec) -> dict[str, int | None]:

@@ -196,9 +196,7 @@ class Gemma4Decoder(Decoder):
         given = [more | {"kv": kv} for more in super().layer_inputs(inputs, x)]
         if self.embed_tokens_per_layer is not None:
             own = self._own_embeddings(inputs.token_ids, x)
-            given = [
-                more | {"own_embedding": own[..., i, :]} for i, more in enumerate(given)
-            ]
+            given = [more | {"own_embedding": own[..., i, :]} for i, more in enumerate(given)]
         return given
 
     def _own_embeddings(self, token_ids: jax.Array, x: jax.Array) -> jax.Array:

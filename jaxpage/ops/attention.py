@@ -8,10 +8,11 @@ scatter does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -55,22 +56,36 @@ def _gpu_attention():
     return jax.jit(gpu.paged_attention, static_argnames=(*_OPTIONS, "sizes"))
 
 
+class Heads(NamedTuple):
+    """Of a layer."""
+
+    shares: HeadShares
+    head_dim: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Need:
-    """A pool that attention is to read, with the shapes of one device's share."""
+    """A pool that attention is to read."""
 
     spec: KVPoolSpec
     device: Device
-    q: jax.ShapeDtypeStruct  # [1, H, D]
-    num_kv_heads: int  # on a device
+    heads: tuple[Heads, ...]  # of all kinds of layers
     table: tuple[int, int]  # [R, M]
     sees_ahead: bool
-    has_parts: bool
 
-    def layer(self, spec: KVPoolSpec) -> Layer:
-        """A device's share of an array of the pool."""
+    @property
+    def num_kv_heads(self) -> int:
+        """Of a device's share of the pool."""
+        return self.spec.num_kv_heads // self.heads[0].shares.num_devices
+
+    def layers(self, spec: KVPoolSpec) -> Iterator[tuple[jax.ShapeDtypeStruct, Any, int]]:
+        """Of each kind of layer on one device: q [1, H, D], what it has of an array of the pool, number of KV heads."""
         share = replace(spec, num_blocks=1, num_arrays=1, num_kv_heads=self.num_kv_heads)
-        return share.abstract()[0]
+        for shares, head_dim in self.heads:
+            shape = (1, shares.query_heads_of_a_device, head_dim)
+            num_kv_heads = shares.kv_heads_of_a_device
+            own = _own_part(spec, share.abstract()[0], (num_kv_heads, head_dim), 0)
+            yield jax.ShapeDtypeStruct(shape, spec.dtype), own, num_kv_heads
 
 
 _AHEAD = (
@@ -84,23 +99,20 @@ _PARTS = "the kernel needs layers with equally many and equally large KV heads"
 
 def _accept_tpu(need: _Need) -> KVPoolSpec:
     require(_AHEAD if need.sees_ahead else None)
-    require(_PARTS if need.has_parts else None)
     sizes = tuned_sizes("paged_attention", "tpu", need.device.kind)
     rows = tpu_layout.scale_rows(need.num_kv_heads)
     spec = replace(need.spec, layout="tpu", scale_rows=rows)
-    require(
-        tpu_layout.unsupported_reason(
-            need.q, need.layer(spec), need.num_kv_heads, need.table, sizes
-        )
-    )
+    for layer in need.layers(spec):
+        require(tpu_layout.unsupported_reason(*layer, need.table, sizes))
     return replace(spec, attention="tpu", kernel_sizes=sizes)
 
 
 def _accept_hopper(need: _Need) -> KVPoolSpec:
     require(_AHEAD if need.sees_ahead else None)
-    require(_PARTS if need.has_parts else None)
     require(hopper.unsupported_reason_on(need.device.compute_capability))
-    require(gpu_layout.unsupported_reason(need.q, need.layer(need.spec)))
+    for q, pool, _ in need.layers(need.spec):
+        require(_PARTS if isinstance(pool, PoolPart) else None)
+        require(gpu_layout.unsupported_reason(q, whole(pool)))
     require(hopper.unsupported_ptxas_here())
     sizes = tuned_sizes("paged_attention", "gpu", need.device.kind)
     return replace(need.spec, attention="hopper", kernel_sizes=sizes)
@@ -117,26 +129,16 @@ def choose(
     spec: KVPoolSpec,
     device: Device,
     *,
-    shares: HeadShares,
+    heads: tuple[Heads, ...],
     table: tuple[int, int],
     sees_ahead: bool = False,
-    has_parts: bool = False,
 ) -> Choice[KVPoolSpec]:
     """The pool's spec for the first implementation that supports it.
 
-    spec: a pool in the layout "heads", for XLA. table: the largest block table, [R, M]. sees_ahead: some tokens attend
-    to later ones (`StepBatch.last_keys`). has_parts: layers differ in their KV heads (`kv_write.parts`).
+    spec: a pool in the layout "heads", for XLA. heads: of all kinds of layers. table: the largest block table, [R, M].
+    sees_ahead: some tokens attend to later ones (`StepBatch.last_keys`).
     """
-    q_shape = (1, shares.query_heads_of_a_device, spec.head_dim)
-    need = _Need(
-        spec=spec,
-        device=device,
-        q=jax.ShapeDtypeStruct(q_shape, spec.dtype),
-        num_kv_heads=shares.kv_heads_of_a_device,
-        table=table,
-        sees_ahead=sees_ahead,
-        has_parts=has_parts,
-    )
+    need = _Need(spec=spec, device=device, heads=heads, table=table, sees_ahead=sees_ahead)
     return first_supported("paged attention", IMPLEMENTATIONS, need, device.platform)
 
 
@@ -247,21 +249,27 @@ def _write_and_attend(
     """
     if len(rows) > 3:
         rows, options["sinks"] = rows[:3], rows[3]
+    own = _own_part(spec, pool, k.shape[1:], part)
     if spec.attention == "tpu":
-        out, pool = _tpu_attention()(q, k, v, pool, *rows, sizes=spec.kernel_sizes, **options)
+        # It writes again what is there already: the same bits.
+        out, pool = _tpu_attention()(q, k, v, own, *rows, sizes=spec.kernel_sizes, **options)
         return pool, out
     if spec.attention == "hopper":
         pool = _write_kv(pool, k, v, slot_mapping)
         return pool, _gpu_attention()(q, pool, *rows, sizes=spec.kernel_sizes, **options)
-    own = _own_part(spec, pool, k, part)
     own = _write_kv(own, k, v, slot_mapping) if writes else own
     return whole(own), _paged_attention(q, own, *rows, **options)
 
 
-def _own_part(spec: KVPoolSpec, pool: Layer, k: jax.Array, index: int) -> Layer | PoolPart:
-    """What a layer has of an array. k: [T, K, D] of the layer, on this device."""
-    part = PoolPart(pool, k.shape[1], k.shape[2] // spec.head_dim, index)
-    return pool if part.shape == pool.shape else part
+def _own_part(
+    spec: KVPoolSpec, pool: Layer, heads: tuple[int, ...], index: int
+) -> Layer | PoolPart:
+    """What a layer has of an array. heads: K and D of the layer, on this device."""
+    num_kv_heads, head_dim = heads
+    slot = math.prod(pool.shape[2:]) * (2 if spec.format == "int4" else 1)
+    if head_dim == spec.head_dim and 2 * num_kv_heads * head_dim == slot:
+        return pool
+    return PoolPart(pool, num_kv_heads, head_dim // spec.head_dim, index)
 
 
 def _partition_of(pool: Layer, spec: KVPoolSpec) -> Any:

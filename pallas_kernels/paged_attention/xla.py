@@ -236,6 +236,7 @@ def _read_tile(pool, blocks, valid, dtype):
         rows = jax.tree.map(lambda x: x.reshape(x.shape[0], -1), pool.own(by_head))
     if isinstance(rows, QuantizedPool):
         return _read_quantized(rows, valid, num_heads // 2, dtype)
+    stored = rows.dtype
     kv = _pairs(rows).reshape(num_rows, tile_kv, num_heads // 2, 2, -1)
     keys = jnp.swapaxes(kv[:, :, :, 0], 1, 2)
     values = jnp.where(valid[:, :, None, None], kv[:, :, :, 1], 0)  # 0 * NaN would be NaN
@@ -243,7 +244,7 @@ def _read_tile(pool, blocks, valid, dtype):
     # The barrier: computed once, not once more inside whatever reads them.
     keys, values = lax.optimization_barrier((keys, values))
     shape = (num_rows, num_heads // 2, tile_kv, -1)
-    return tuple(_unpaired(x, array.dtype, dtype).reshape(shape) for x in (keys, values))
+    return tuple(_unpaired(x, stored, dtype).reshape(shape) for x in (keys, values))
 
 
 def _read_quantized(rows, valid, num_kv_heads, dtype):

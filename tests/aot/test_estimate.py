@@ -50,6 +50,7 @@ def measured(**changes):
         "state_bytes": GB // 10,
         "block_bytes": 10**6,
         "kv_groups": [[None, 28]],
+        "num_arrays": 28,
         "in_int8": {"weight_bytes": 2 * GB, "block_bytes": 10**6 // 2},
         "temp_bytes": GB + GB // 10,
         "blocks": {"1000": [10, 10], "100000": [1000, 1000]},
@@ -216,9 +217,9 @@ def test_only_one_sequence_at_a_time_holds_the_blocks_of_a_prompt():
 
 def test_a_window_limits_the_keys_that_are_read():
     """Of two KV-cache groups one sees 250 tokens: 3 blocks of 100, while the other reads all 10."""
-    both = measured(kv_groups=[[None, 14], [250, 14]])
+    both = measured(kv_groups=[[None, 14], [250, 14]], num_arrays=14)
     assert kv_bytes(both, 1, 1000) == 13 * 10**6
     assert kv_bytes(both, 4, 200) == 4 * 4 * 10**6
-    fewer = measured(kv_groups=[[None, 14], [250, 7]])
+    fewer = measured(kv_groups=[[None, 14], [250, 7]], num_arrays=14)
     assert kv_bytes(fewer, 2, 1000) == (2 * 10 + 3) * 10**6
     assert decode_step(both, 2, 1000).kv == pytest.approx(26 * 10**6 / 1e9)

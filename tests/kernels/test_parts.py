@@ -15,6 +15,7 @@ from pallas_kernels.kv_write.parts import PoolPart
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import cases, reference, xla
+from tests.kernels import test_paged_attention_tpu as on_tpu
 from tests.kernels.block_copy import assert_same
 from tests.kernels.paged_attention import run
 
@@ -94,3 +95,33 @@ def test_a_layer_writes_its_part_and_nothing_else(part, format):
     want = within(part, write_reference.write_kv(own, k, v, slots))
     assert_same(jax.jit(write_kv)(whole, k, v, slots), want)
     assert_same(write_reference.write_kv(whole, k, v, slots), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", [None, "fp8_e4m3"])
+@pytest.mark.parametrize("one_query_per_row", [False, True])
+def test_the_tpu_kernel_reads_and_writes_its_lanes_and_no_others(format, one_query_per_row):
+    """As with a pool of its own, to the bit. The other lanes are NaN, or bytes of ones, and stay so."""
+    query_lens = (1, 1, 0, 1) if one_query_per_row else (1, 20, 0, 1)
+    case = cases.Case(name="", query_lens=query_lens, kv_lens=(200, 90, 0, 33), head_dim=64)
+    case = on_tpu.fitting(replace(case, dtype="bfloat16"), format)
+    arrays = on_tpu.arrays_of(case)
+    if one_query_per_row:  # the kernel has a query for each row
+        for name in ("q", "k", "v"):
+            arrays[name] = np.insert(arrays[name], 2, 0, axis=0)
+    static = on_tpu.static_of(case) | {"one_query_per_row": one_query_per_row}
+    expected, expected_pool = on_tpu.run(arrays, **static)
+    own, index = on_tpu.to_tpu(arrays["pool"]), 2
+    before, after = index * own.shape[2], 128
+
+    def in_lanes(array):
+        fill = 255 if array.dtype == jnp.uint8 else np.nan
+        widths = ((0, 0), (0, 0), (before, after))
+        return jnp.pad(array, widths, constant_values=jnp.asarray(fill, array.dtype))
+
+    part = PoolPart(jax.tree.map(in_lanes, own), case.num_kv_heads, 1, index)
+    names = ("q", "k", "v", "block_table", "kv_lens", "query_starts")
+    q, k, v, *rows = (arrays[name] for name in names)
+    out, pool = on_tpu.program(**dict(sorted(static.items())))(q, k, v, part, *rows)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
+    assert_same(pool, jax.tree.map(in_lanes, expected_pool))
