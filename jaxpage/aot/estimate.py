@@ -185,6 +185,11 @@ def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
     if in_int8["weight_bytes"] is not None:
         if (wanted + 1) * block <= _pool_bytes(measured, in_int8["weight_bytes"]):
             found.append("--quantization int8")
+    model = measured["drafts"] and measured["drafts"]["model"]
+    if model and (wanted + 1) * (block - model["block_bytes"]) <= _pool_bytes(
+        measured, weights - model["weight_bytes"]
+    ):
+        found.append("no draft model")
     for times in (2, 4, 8):
         if (wanted + 1) * block / times <= _pool_bytes(measured, weights // times):
             num_devices = times * measured["num_devices"]

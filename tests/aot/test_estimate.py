@@ -285,6 +285,15 @@ def test_a_draft_model_exchanges_too():
     assert found.exchange == pytest.approx(checked + 4 * once + checked - of_logits)
 
 
+def test_what_does_not_fit_may_fit_without_a_draft_model():
+    large = LOOKUP | {"model": OF_DRAFTS | {"weight_bytes": GB}}
+    found = measured(weight_bytes=7.5 * GB, longest=[], drafts=large)
+    assert estimate(found).changes == ("--quantization int8", "no draft model", "--tp 2")
+    small = LOOKUP | {"model": OF_DRAFTS | {"weight_bytes": GB // 10}}
+    found = measured(weight_bytes=7.5 * GB, longest=[], drafts=small)
+    assert "no draft model" not in estimate(found).changes
+
+
 def test_what_drafts_cost_is_shown():
     found = measured(drafts=LOOKUP | {"model": OF_DRAFTS})
     text = show(found, estimate(found))
