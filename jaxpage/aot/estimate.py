@@ -94,11 +94,11 @@ def decode_step(measured: dict[str, Any], batch: int, length: int) -> DecodeStep
     num_tokens = num_checked(measured, batch)
     step = _pass(measured, measured, (batch, num_tokens, length))
     model = drafts["model"]
-    if model is None or num_tokens == batch:
+    if model is None:
         return step
     each = _pass(measured, model, (batch, batch, length))
     in_step = _pass(measured, without_head(model), (batch, num_tokens, length))
-    times = drafts["num_tokens"]
+    times = drafts["num_tokens"] if num_tokens > batch else 0
     exchange = times * each.exchange + in_step.exchange
     of_drafts = times * each.total + in_step.total - exchange
     return replace(step, drafts=of_drafts, exchange=step.exchange + exchange)

@@ -14,7 +14,13 @@ from jaxpage.aot.experts import (
     temp_bytes_of_experts,
 )
 from jaxpage.aot.pictures import ENCODER
-from jaxpage.aot.steps import EMBEDDING, attention_tiles, exchange_of, most_temp_bytes
+from jaxpage.aot.steps import (
+    EMBEDDING,
+    attention_tiles,
+    exchange_of,
+    most_temp_bytes,
+    most_temp_bytes_of_layers,
+)
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.kv_groups import group_layers
 from jaxpage.parallel.heads import share_heads
@@ -96,8 +102,9 @@ def numbers_of_drafts(spec: EngineSpec) -> dict[str, Any] | None:
 
 def temp_bytes_at_most(spec: EngineSpec) -> int:
     """An empirical upper bound for a step of any model on any chip, with drafts and a draft model too."""
-    specs_of_step = [each for each in (spec, spec_of_drafts(spec)) if each is not None]
-    found = sum(most_temp_bytes(each) + temp_bytes_of_experts(each) for each in specs_of_step)
+    found, drafts = most_temp_bytes(spec) + temp_bytes_of_experts(spec), spec_of_drafts(spec)
+    if drafts is not None:  # no program has the logits of both
+        found += most_temp_bytes_of_layers(drafts) + temp_bytes_of_experts(drafts)
     if spec.config.num_drafts:
         rows = spec.config.max_num_seqs * (1 + spec.config.num_drafts)
         found += 2 * 4 * min(rows, _MOST_CHECKED) * spec.model.config.vocab_size
