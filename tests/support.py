@@ -39,6 +39,8 @@ FAMILIES = {
     "qwen3_moe": "Qwen3-MoE",
     "olmoe": "OLMoE",
     "gpt_oss": "gpt-oss",
+    "gemma4": "Gemma 4 (text), without experts",
+    "gemma4_moe": "Gemma 4 (text), with experts",
 }
 # The same of families that take pictures.
 PICTURE_FAMILIES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL", "gemma3": "Gemma 3"}

@@ -138,14 +138,14 @@ def _pass(
 
 
 def kv_bytes(model: dict[str, Any], block_size: int, count: int, kv_len: int) -> int:
-    """Bytes of keys and values that `count` rows read: in each layer the blocks within the window of its KV-cache
-    group.
+    """Bytes of keys and values that `count` rows read: of each KV-cache group the blocks within its window. A group
+    with fewer layers than another leaves some of a block unused; layers may read the KV of others.
     """
     in_layers = sum(
         num_layers * -(-(kv_len if window is None else min(kv_len, window)) // block_size)
         for window, num_layers in model["kv_groups"]
     )
-    return count * in_layers * model["layer_block_bytes"]
+    return round(count * in_layers * model["layer_block_bytes"])
 
 
 def _bytes_per_step(model: dict[str, Any], num_tokens: int) -> float:

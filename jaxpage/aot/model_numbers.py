@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from typing import Any
 
 from jaxpage.aot.experts import (
@@ -22,8 +21,8 @@ from jaxpage.aot.steps import (
     most_temp_bytes_of_layers,
 )
 from jaxpage.engine_spec import EngineSpec
-from jaxpage.kv_groups import group_layers
 from jaxpage.parallel.heads import share_heads
+from jaxpage.pool_choice import kv_groups
 from jaxpage.weights.spec import specs
 
 HEAD = "lm_head."
@@ -43,8 +42,6 @@ def numbers_of_model(spec: EngineSpec) -> dict[str, Any]:
     head_size = math.prod(described[EMBEDDING].shape)
     multiplied = num_active(spec.model) - (head_size if has_own_head else 0)
     shares = share_heads(model.num_heads, model.num_kv_heads, spec.num_devices)
-    layers = Counter(group for group, _ in spec.groups.layer_locations)
-    windows = enumerate(spec.groups.windows)
     return {
         "weight_bytes": sum(weights.values()),
         "bytes_per_step": sum(weights.values()) - embedding - of_encoder,
@@ -55,12 +52,29 @@ def numbers_of_model(spec: EngineSpec) -> dict[str, Any]:
         "exchange": [*exchange_of(spec), *exchange_of_experts(spec)],
         "experts": numbers_of(spec),
         "layer_block_bytes": spec.block_bytes // spec.pool.num_arrays,
-        # Of each KV-cache group its window and number of layers.
-        "kv_groups": [[window, layers[number]] for number, window in windows],
+        # Of each KV-cache group its window and the number of layers that read it; those with less KV count less.
+        "kv_groups": _kv_groups(spec),
         "attention_tiles": attention_tiles(spec),
         # For each pair of a query and a key that it sees, in a layer of a device.
         "attention_flops": 4 * shares.query_heads_of_a_device * model.head_dim,
     }
+
+
+def _kv_groups(spec: EngineSpec) -> list[list[Any]]:
+    model, groups = spec.model.config, spec.groups
+    layers = dict.fromkeys(range(len(groups.windows)), 0.0)
+    for layer in range(model.num_layers):
+        location = groups.layer_locations[model.kv_layer(layer)]
+        layers[location.group] += _share_of_array(spec, layer)
+    return [[window, layers[number]] for number, window in enumerate(groups.windows)]
+
+
+def _share_of_array(spec: EngineSpec, layer: int) -> float:
+    """The part of an array of the pool that a layer reads."""
+    model, pool = spec.model.config, spec.pool
+    heads = model.kv_heads(layer)
+    of_layer = share_heads(model.num_heads, heads.num, spec.num_devices).of_pool * heads.head_dim
+    return of_layer / (pool.num_kv_heads * pool.head_dim)
 
 
 def spec_of_drafts(spec: EngineSpec) -> EngineSpec | None:
@@ -73,7 +87,11 @@ def spec_of_drafts(spec: EngineSpec) -> EngineSpec | None:
         hf_config=drafts.hf_config,
         model=drafts.model,
         # The windows that its layers read; which blocks these are does not matter here.
-        groups=group_layers(drafts.model.config.windows, spec.config.max_model_len),
+        groups=kv_groups(
+            drafts.model.config,
+            max_model_len=spec.config.max_model_len,
+            num_devices=spec.num_devices,
+        ),
         pool=drafts.pool,
         no_kernel_reason=drafts.no_kernel_reason,
         draft_model=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -53,15 +54,19 @@ def exchange_of(spec: EngineSpec) -> list[Collective]:
 
 def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collective]:
     """Where some heads are padding: q, k and v, if their weights are sharded, and the outputs of all heads."""
-    model = spec.model.config
-    shares = share_heads(model.num_heads, model.num_kv_heads, spec.num_devices)
-    if not shares.has_padding:
+    model, itemsize = spec.model.config, jnp.dtype(spec.model.config.dtype).itemsize
+    outputs = Counter[int]()  # bytes -> layers
+    for layer in range(model.num_layers):
+        heads = model.kv_heads(layer)
+        shares = share_heads(model.num_heads, heads.num, spec.num_devices)
+        if shares.has_padding:
+            num_heads = shares.num_devices * shares.query_heads_of_a_device
+            outputs[num_heads * heads.head_dim * itemsize] += 1
+    if not outputs:
         return []
-    itemsize = jnp.dtype(model.dtype).itemsize
-    num_heads = shares.num_devices * shares.query_heads_of_a_device
-    out = Collective("all-gather", model.num_layers, num_heads * model.head_dim * itemsize)
+    found = [Collective("all-gather", count, size) for size, count in outputs.items()]
     projections = [each for each in divided if each.axes[0] in ("heads", "kv_heads")]
-    return [out, *(Collective("all-gather", 1, each.shape[0] * itemsize) for each in projections)]
+    return found + [Collective("all-gather", 1, each.shape[0] * itemsize) for each in projections]
 
 
 def most_temp_bytes(spec: EngineSpec) -> int:

@@ -22,6 +22,7 @@ from jaxpage.models.gemma import (
     gemma3_text_config,
     gemma_with_pictures,
 )
+from jaxpage.models.gemma4 import gemma4, gemma4_config
 from jaxpage.models.glm import glm4, glm_config
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
 from jaxpage.models.granite import granite, granite_config
@@ -41,11 +42,14 @@ from jaxpage.models.sources import (
     Place,
     fused_gate_up,
     fused_projections,
+    gemma4_experts,
     gpt_oss_experts,
     mixtral_experts,
+    nothing,
     same_name,
     same_names,
     separate_experts,
+    shared_kv,
     text_and_pictures,
     text_part,
     with_visual,
@@ -71,6 +75,8 @@ class Family:
     weight_map: Callable[[ModelConfig], dict[str, Place]] = same_names
     # A tensor's name in the checkpoint -> ours; None: it belongs to an unsupported part.
     tensor_name: Callable[[str], str | None] = same_name
+    # Whether a tensor, under our name, is of a part of the text model that computes nothing.
+    is_idle: Callable[[ModelConfig, str], bool] = nothing
     # For families that take pictures, creates the processor: (hf, settings, *, tokenizer, options). Their ModelConfig
     # has a `vision`, their model a `visual`.
     processor: Callable[..., PictureProcessor] | None = None
@@ -94,6 +100,16 @@ REGISTRY: dict[str, Family] = {
         processor=gemma3_processor,
         # Kernels support it, and trainers have no tower.
         text_only=Family(config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part),
+    ),
+    "Gemma4ForCausalLM": Family(
+        config_from_hf=gemma4_config, module=gemma4, weight_map=gemma4_experts, is_idle=shared_kv
+    ),
+    "Gemma4ForConditionalGeneration": Family(
+        config_from_hf=gemma4_config,
+        module=gemma4,
+        weight_map=gemma4_experts,
+        tensor_name=text_part,
+        is_idle=shared_kv,
     ),
     "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
     "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
@@ -179,14 +195,19 @@ def weight_map(config: ModelConfig) -> dict[str, Place]:
 
 def tensor_name(config: ModelConfig, name: str) -> str | None:
     """The family's name for a checkpoint's tensor; None if it is not used."""
-    return _family_of(config).tensor_name(name)
+    ours = _family_of(config).tensor_name(name)
+    return None if ours is None or is_idle(config, name) else ours
+
+
+def is_idle(config: ModelConfig, name: str) -> bool:
+    """Whether a checkpoint's tensor is of a part of the text model that computes nothing."""
+    ours = _family_of(config).tensor_name(name)
+    return ours is not None and _family_of(config).is_idle(config, ours)
 
 
 def naming_of(config: ModelConfig) -> Naming:
-    """Both of the above for one model."""
-    return Naming(
-        tensor_name=_family_of(config).tensor_name, weight_map=_family_of(config).weight_map(config)
-    )
+    """Both `weight_map` and `tensor_name` for one model."""
+    return Naming(tensor_name=partial(tensor_name, config), weight_map=weight_map(config))
 
 
 def _family_of(config: ModelConfig) -> Family:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -61,6 +62,28 @@ def same_name(name: str) -> str | None:
     return name
 
 
+def nothing(config: ModelConfig, name: str) -> bool:
+    """The model uses all tensors."""
+    del config, name
+    return False
+
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer that a tensor belongs to; None: to none."""
+    found = _LAYER.match(name)
+    return None if found is None else int(found[1])
+
+
+def shared_kv(config: ModelConfig, name: str) -> bool:
+    """Whether a layer that reads an earlier one's keys and values has a tensor for its own (Gemma 4)."""
+    layer = layer_of(name)
+    of_kv = {"k_proj", "v_proj", "k_norm", "v_norm"}
+    return layer is not None and layer >= config.num_kv_layers and bool(of_kv & {*name.split(".")})
+
+
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -72,6 +95,10 @@ _OTHER_PREFIXES = (
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
+    # Gemma 4
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
 )
 
 
@@ -158,6 +185,24 @@ def mixtral_experts(config: ModelConfig) -> dict[str, Place]:
         for i in config.experts.layers
     }
     return routers | _experts(config, "block_sparse_moe", ("w1", "w3"), "w2")
+
+
+def gemma4_experts(config: ModelConfig) -> dict[str, Place]:
+    """Router and experts are modules of the layer."""
+    if config.experts is None:
+        return {}
+    theirs = {
+        "gate.weight": "router.proj.weight",
+        "input_scale": "router.scale",
+        "per_expert_scale": "router.per_expert_scale",
+        "experts.gate_up_proj": "experts.gate_up_proj",
+        "experts.down_proj": "experts.down_proj",
+    }
+    return {
+        f"model.layers.{i}.moe.{ours}": Source(f"model.layers.{i}.{their}")
+        for i in config.experts.layers
+        for ours, their in theirs.items()
+    }
 
 
 def _experts(
