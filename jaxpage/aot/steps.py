@@ -74,11 +74,15 @@ def most_temp_bytes(spec: EngineSpec) -> int:
     logits, and some as large as the widest layer's results for all tokens. On a GPU, XLA keeps more of them alive at
     once, and gathered arrays too.
     """
-    config, model, num_devices = spec.config, spec.model.config, spec.num_devices
-    is_gpu = spec.hardware.platform == "gpu"
-    logits = 4 * config.max_num_seqs * model.vocab_size // num_devices
-    mlp = 2 * config.max_num_batched_tokens * model.intermediate_size // num_devices
-    most = 10 * logits + (10 if is_gpu else 4) * mlp + model.num_layers * 2 * MIB
+    logits = 4 * spec.config.max_num_seqs * spec.model.config.vocab_size // spec.num_devices
+    return 10 * logits + most_temp_bytes_of_layers(spec)
+
+
+def most_temp_bytes_of_layers(spec: EngineSpec) -> int:
+    """The same of a step without logits."""
+    model, is_gpu = spec.model.config, spec.hardware.platform == "gpu"
+    mlp = 2 * spec.config.max_num_batched_tokens * model.intermediate_size // spec.num_devices
+    most = (10 if is_gpu else 4) * mlp + model.num_layers * 2 * MIB
     return most + (512 if is_gpu else 64) * MIB
 
 
