@@ -162,7 +162,7 @@ def modernbert_config(hf: PretrainedConfig, *, dtype: Any) -> ModernBertConfig:
         ropes=layer_ropes(
             hf,
             hf.layer_types,
-            head_dims={kind: head_dim for kind in hf.layer_types},
+            head_dims=dict.fromkeys(hf.layer_types, head_dim),
             max_model_len=hf.max_position_embeddings,
         ),
         activation=hf.hidden_activation,
