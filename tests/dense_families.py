@@ -42,6 +42,20 @@ GLM_TIED = shape(
 
 # They differ in heads, head dim, tying, RoPE and, where the family has them, biases, windows, multipliers.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "gemma": [
+        shape(4, 1, head_dim=16, rope_parameters=DEFAULT),
+        shape(
+            4,
+            4,
+            head_dim=12,
+            layers=3,
+            hidden_act="gelu",
+            attention_bias=True,
+            tie_word_embeddings=False,
+            rope_parameters=LINEAR,
+        ),
+        shape(8, 2, hidden=64, head_dim=8, hidden_act="silu", rope_parameters=YARN),
+    ],
     "granite": [
         shape(4, 2, **multipliers(6.0, 0.2, 0.4, 0.5), rope_parameters=DEFAULT),
         shape(
@@ -232,6 +246,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 CLASSES = {
+    "gemma": "GemmaConfig",
     "granite": "GraniteConfig",
     "smollm3": "SmolLM3Config",
     "olmo2": "Olmo2Config",

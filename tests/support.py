@@ -20,6 +20,7 @@ FAMILIES = {
     "phi3": "Phi-3, Phi-4",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
+    "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3 (text)",
     "granite": "Granite 3",

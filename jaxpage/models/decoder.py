@@ -148,10 +148,10 @@ def mlp_or_experts(config: ModelConfig, index: int) -> MLP | MixtureOfExperts:
 class DecoderLayer(nnx.Module):
     """Attention and MLP or experts, each after a norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig, index: int):
-        self.input_layernorm = hidden_norm(RMSNorm, config)
-        self.self_attn = SelfAttention(config, index, RMSNorm)
-        self.post_attention_layernorm = hidden_norm(RMSNorm, config)
+    def __init__(self, config: ModelConfig, index: int, *, norm: Norm = RMSNorm):
+        self.input_layernorm = hidden_norm(norm, config)
+        self.self_attn = SelfAttention(config, index, norm)
+        self.post_attention_layernorm = hidden_norm(norm, config)
         self.mlp = mlp_or_experts(config, index)
 
     def __call__(

@@ -16,6 +16,8 @@ from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.gemma import (
     gemma,
+    gemma1,
+    gemma1_config,
     gemma2_config,
     gemma3_config,
     gemma3_pictures_config,
@@ -95,6 +97,7 @@ REGISTRY: dict[str, Family] = {
         # Kernels support it, and trainers have no tower.
         text_only=Family(config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part),
     ),
+    "GemmaForCausalLM": Family(config_from_hf=gemma1_config, module=gemma1),
     "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
     "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
     "GptOssForCausalLM": Family(
