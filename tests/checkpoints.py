@@ -253,6 +253,9 @@ def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) 
                 parameter.normal_(0, 0.3)
             else:
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     model.save_pretrained(path)
     return Path(path)
 

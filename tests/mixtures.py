@@ -15,11 +15,18 @@ from tests.checkpoints import shape
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 YARN = DEFAULT | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+PARTIAL = DEFAULT | {"partial_rotary_factor": 0.25}
 _OSS_ROPE = YARN | {"rope_theta": 150_000.0, "truncate": False}
 
 
 def qwen(num_experts: int, chosen: int, **other: Any) -> dict[str, Any]:
     return {"num_experts": num_experts, "num_experts_per_tok": chosen, **other}
+
+
+def deepseek(num_experts: int, chosen: int, size: int, **other: Any) -> dict[str, Any]:
+    """Experts of `size` under DeepSeek-V3's names, which several families have."""
+    sizes = {"n_routed_experts": num_experts, "moe_intermediate_size": size}
+    return {**sizes, "num_experts_per_tok": chosen, **other}
 
 
 # They differ in heads and RoPE, in the number of experts and which layers have them, in what becomes of shares.
@@ -125,6 +132,40 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             8, 2, hidden=64, layers=3, **qwen(16, 4), attention_bias=True, rope_parameters=DEFAULT
         ),
     ],
+    "glm4_moe": [
+        shape(
+            4,
+            2,
+            head_dim=16,
+            **deepseek(8, 2, 24, n_shared_experts=1),
+            use_qk_norm=True,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            2,
+            hidden=64,
+            head_dim=8,
+            layers=3,
+            **deepseek(12, 3, 20, n_shared_experts=2, n_group=4, topk_group=2),
+            first_k_dense_replace=0,
+            routed_scaling_factor=2.5,
+            attention_bias=True,
+            rope_parameters=YARN | {"partial_rotary_factor": 1.0},
+        ),
+        shape(
+            4,
+            4,
+            layers=4,
+            head_dim=16,
+            **deepseek(6, 4, 28, n_shared_experts=1, n_group=2, topk_group=2),
+            first_k_dense_replace=2,
+            routed_scaling_factor=0.8,
+            norm_topk_prob=False,
+            tie_word_embeddings=True,
+            rope_parameters=PARTIAL,
+        ),
+    ],
     "gpt_oss": [
         shape(
             4,
@@ -167,6 +208,7 @@ CLASSES = {
     "qwen2_moe": "Qwen2MoeConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "olmoe": "OlmoeConfig",
+    "glm4_moe": "Glm4MoeConfig",
     "gpt_oss": "GptOssConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]

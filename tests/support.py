@@ -39,6 +39,7 @@ FAMILIES = {
     "qwen2_moe": "Qwen2-MoE",
     "qwen3_moe": "Qwen3-MoE",
     "olmoe": "OLMoE",
+    "glm4_moe": "GLM-4.5, 4.6 (`Glm4MoeForCausalLM`)",
     "gpt_oss": "gpt-oss",
 }
 # The same of families that take pictures.

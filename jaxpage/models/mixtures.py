@@ -1,4 +1,4 @@
-"""Mixtral, OLMoE, Qwen 2 and 3 with experts: their configs.
+"""Mixtral, OLMoE, Qwen 2 and 3 with experts, GLM-4.5: their configs.
 
 The rest is the shared decoder. Knows transformers' names of these families' options; must not know checkpoints.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.models.config import ExpertsConfig, ModelConfig, decoder_config
+from jaxpage.models.config import ExpertsConfig, ModelConfig, Routing, decoder_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,4 +90,43 @@ def _qwen_experts(hf: PretrainedConfig, **facts: Any) -> ExpertsConfig | None:
         intermediate_size=hf.moe_intermediate_size,
         shares_add_up_to_one=bool(hf.norm_topk_prob),
         **facts,
+    )
+
+
+def glm4_moe_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Glm4MoeForCausalLM, whose output projection never has a bias."""
+    return decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        experts=_grouped_experts(hf),
+        qk_norm=bool(hf.use_qk_norm),
+        output_bias=False,
+    )
+
+
+def _grouped_experts(hf: PretrainedConfig) -> ExpertsConfig | None:
+    """Layers from `first_k_dense_replace` on have experts, with the router of transformers' Glm4MoeTopkRouter."""
+    layers = tuple(range(hf.first_k_dense_replace, hf.num_hidden_layers))
+    if not layers:
+        return None
+    routing = Routing(
+        scores="sigmoid",
+        has_correction=True,
+        num_groups=hf.n_group,
+        chosen_groups=hf.topk_group,
+        factor=hf.routed_scaling_factor,
+        in_float32=True,
+    )
+    return ExpertsConfig(
+        layers=layers,
+        num_experts=hf.n_routed_experts,
+        experts_per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        shares_add_up_to_one=bool(hf.norm_topk_prob),
+        shared_size=hf.moe_intermediate_size * (hf.n_shared_experts or 0) or None,
+        shared_gate=False,
+        routing=routing,
     )

@@ -30,6 +30,7 @@ from jaxpage.models.granite import granite, granite_config
 from jaxpage.models.layers import RMSNorm
 from jaxpage.models.llama_like import ernie_config, seed_oss_config, smollm3_config
 from jaxpage.models.mixtures import (
+    glm4_moe_config,
     mixtral_config,
     olmoe_config,
     qwen2_moe_config,
@@ -44,6 +45,7 @@ from jaxpage.models.sources import (
     fused_gate_up,
     fused_projections,
     gpt_oss_experts,
+    layer_of,
     mixtral_experts,
     same_name,
     same_names,
@@ -73,6 +75,8 @@ class Family:
     weight_map: Callable[[ModelConfig], dict[str, Place]] = same_names
     # A tensor's name in the checkpoint -> ours; None: it belongs to an unsupported part.
     tensor_name: Callable[[str], str | None] = same_name
+    # Checkpoints may have layers after the last one, which predict further tokens; they are not used.
+    has_more_layers: bool = False
     # For families that take pictures, creates the processor: (hf, settings, *, tokenizer, options). Their ModelConfig
     # has a `vision`, their model a `visual`.
     processor: Callable[..., PictureProcessor] | None = None
@@ -99,6 +103,9 @@ REGISTRY: dict[str, Family] = {
     ),
     "GemmaForCausalLM": Family(config_from_hf=gemma1_config, module=gemma1),
     "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
+    "Glm4MoeForCausalLM": Family(
+        config_from_hf=glm4_moe_config, weight_map=separate_experts, has_more_layers=True
+    ),
     "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
     "GptOssForCausalLM": Family(
         config_from_hf=gpt_oss_config, module=gpt_oss, weight_map=gpt_oss_experts
@@ -182,14 +189,18 @@ def weight_map(config: ModelConfig) -> dict[str, Place]:
 
 def tensor_name(config: ModelConfig, name: str) -> str | None:
     """The family's name for a checkpoint's tensor; None if it is not used."""
-    return _family_of(config).tensor_name(name)
+    return None if of_further_layer(config, name) else _family_of(config).tensor_name(name)
+
+
+def of_further_layer(config: ModelConfig, name: str) -> bool:
+    """Whether a checkpoint's tensor belongs to a layer after the last one, see `Family.has_more_layers`."""
+    index = layer_of(name)
+    return _family_of(config).has_more_layers and index is not None and index >= config.num_layers
 
 
 def naming_of(config: ModelConfig) -> Naming:
-    """Both of the above for one model."""
-    return Naming(
-        tensor_name=_family_of(config).tensor_name, weight_map=_family_of(config).weight_map(config)
-    )
+    """Both `weight_map` and `tensor_name` for one model."""
+    return Naming(tensor_name=partial(tensor_name, config), weight_map=weight_map(config))
 
 
 def _family_of(config: ModelConfig) -> Family:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -59,6 +60,15 @@ def same_names(config: ModelConfig) -> dict[str, Place]:
 def same_name(name: str) -> str | None:
     """All tensors of the checkpoint belong to the model."""
     return name
+
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer that a tensor belongs to; None: to none."""
+    found = _LAYER.match(name)
+    return None if found is None else int(found[1])
 
 
 _TEXT_PREFIXES = {

@@ -17,7 +17,7 @@ import tyro
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.hub import is_url, local_folder, small_files
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.registry import build, tensor_name
+from jaxpage.models.registry import build, of_further_layer, tensor_name
 from jaxpage.weights.load import open_safetensors
 from jaxpage.weights.orbax import find_tree, open_tree
 from jaxpage.weights.quantized_layers import forget
@@ -79,7 +79,11 @@ def convert(
 
 def _of_safetensors(model: CausalLM, folder: str, hf_config: Any) -> dict[str, Any]:
     tensors = open_checkpoint(folder)
-    unused = [name for name in tensors if tensor_name(model.config, name) is None]
+    unused = [
+        name
+        for name in tensors
+        if tensor_name(model.config, name) is None and not of_further_layer(model.config, name)
+    ]
     if unused:
         raise ValueError(
             f"{folder} has {listed(unused)}: only the text part of it can be converted"

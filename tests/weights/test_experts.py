@@ -133,7 +133,10 @@ def test_experts_of_one_layer_at_a_time_are_in_memory(tmp_path, monkeypatch):
     [
         ("mixtral", 1),
         ("qwen2_moe", 0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("olmoe", 0), ("gpt_oss", 2))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("olmoe", 0), ("gpt_oss", 2), ("glm4_moe", 1))
+        ),
     ],
 )
 def test_what_is_saved_is_what_was_loaded(family, variant, tmp_path):
@@ -155,6 +158,42 @@ def test_to_orbax_and_back_is_bitwise_the_same(family, variant, tmp_path):
     assert stored.keys() == expected.keys()
     for name, array in expected.items():
         assert stored[name].tobytes() == array.tobytes(), name
+
+
+def test_layers_after_the_last_are_not_used(tmp_path):
+    """GLM-4.5 has one that predicts a second token; a converted checkpoint has none."""
+    path = mixtures.build("glm4_moe", 0, tmp_path / "hf")
+    stored = tensors(path)
+    more = {
+        name.replace("layers.1", "layers.2"): 1 - array
+        for name, array in stored.items()
+        if ".layers.1." in name
+    }
+    more["model.layers.2.shared_head.norm.weight"] = stored["model.norm.weight"]
+    longer = copy_with(path, tmp_path / "longer", stored | more)
+    expected, got = values(loaded(path)), values(loaded(longer))
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(got[name], array)
+    back = convert(longer, tmp_path / "converted", format="safetensors")
+    assert tensors(back).keys() == stored.keys()
+    # Other families have no such layers.
+    mixtures.build("olmoe", 0, tmp_path / "olmoe")
+    stored = tensors(tmp_path / "olmoe")
+    other = stored | {"model.layers.2.input_layernorm.weight": stored["model.norm.weight"]}
+    refused(
+        copy_with(tmp_path / "olmoe", tmp_path / "other", other),
+        "has model.layers.2.input_layernorm.weight, which the model does not know",
+    )
+
+
+def test_corrections_of_routers_stay_float32(tmp_path):
+    path = mixtures.build("glm4_moe", 0, tmp_path)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model = load(abstract(path, "bfloat16"), path, use_tqdm=False)
+    correction = values(model)[name]
+    assert correction.dtype == np.float32
+    np.testing.assert_array_equal(correction, tensors(path)[name])
 
 
 def test_dummy_weights_of_experts_are_spread_as_the_config_says(mixtral):
