@@ -43,7 +43,12 @@ FAMILIES = {
     "gpt_oss": "gpt-oss",
 }
 # The same of families that take pictures.
-PICTURE_FAMILIES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL", "gemma3": "Gemma 3"}
+PICTURE_FAMILIES = {
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL with experts",
+    "gemma3": "Gemma 3",
+}
 _DENSE = "tests.end_to_end.test_dense_families"
 _EXPERTS = "tests.end_to_end.test_experts"
 _SHARED = "tests.end_to_end.test_tensor_parallel:test_tokens_are_those_of_one_device"

@@ -52,7 +52,11 @@ def qwen2_moe_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of a Qwen2MoeForCausalLM."""
-    experts = _qwen_experts(hf, shared_size=hf.shared_expert_intermediate_size)
+    experts = qwen_experts(
+        hf,
+        shares_add_up_to_one=bool(hf.norm_topk_prob),
+        shared_size=hf.shared_expert_intermediate_size,
+    )
     return decoder_config(
         hf,
         dtype=dtype,
@@ -66,13 +70,15 @@ def qwen3_moe_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of a Qwen3MoeForCausalLM."""
-    experts = _qwen_experts(hf)
+    experts = qwen_experts(hf, shares_add_up_to_one=bool(hf.norm_topk_prob))
     return decoder_config(
         hf, dtype=dtype, max_model_len=max_model_len, experts=experts, qk_norm=True
     )
 
 
-def _qwen_experts(hf: PretrainedConfig, **facts: Any) -> ExpertsConfig | None:
+def qwen_experts(
+    hf: PretrainedConfig, *, shares_add_up_to_one: bool, shared_size: int | None = None
+) -> ExpertsConfig | None:
     """Every `decoder_sparse_step`th layer has experts, except those in `mlp_only_layers`; None if none has."""
     layers = tuple(
         index
@@ -88,8 +94,8 @@ def _qwen_experts(hf: PretrainedConfig, **facts: Any) -> ExpertsConfig | None:
         num_experts=hf.num_experts,
         experts_per_token=hf.num_experts_per_tok,
         intermediate_size=hf.moe_intermediate_size,
-        shares_add_up_to_one=bool(hf.norm_topk_prob),
-        **facts,
+        shares_add_up_to_one=shares_add_up_to_one,
+        shared_size=shared_size,
     )
 
 

@@ -38,7 +38,7 @@ from jaxpage.models.mixtures import (
 )
 from jaxpage.models.olmo import exaone4_config, olmo, post_norm
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
-from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config
+from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config, qwen3_vl_moe_config
 from jaxpage.models.sources import (
     Naming,
     Place,
@@ -52,6 +52,7 @@ from jaxpage.models.sources import (
     separate_experts,
     text_and_pictures,
     text_part,
+    turned_experts,
     with_visual,
 )
 from jaxpage.models.starcoder2 import starcoder2, starcoder2_config
@@ -136,6 +137,13 @@ REGISTRY: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": Family(
         config_from_hf=qwen3_vl_config,
         module=qwen3_vl,
+        tensor_name=with_visual,
+        processor=qwen3_vl_processor,
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        config_from_hf=qwen3_vl_moe_config,
+        module=qwen3_vl,
+        weight_map=turned_experts,
         tensor_name=with_visual,
         processor=qwen3_vl_processor,
     ),

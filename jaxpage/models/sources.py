@@ -22,10 +22,12 @@ class Source:
 class Stacked:
     """A parameter [X, ...] of experts: entry x consists of the rows of the tensors `parts[x]`, concatenated.
 
-    Alternatively a checkpoint may have all experts in a tensor with the parameter's name.
+    Alternatively a checkpoint may have all experts in a tensor with the parameter's name. turns: that is what is saved,
+    as [X, I, O] of a parameter [X, O, I]; both are read, as transformers does.
     """
 
     parts: tuple[tuple[str, ...], ...]
+    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ Place = Source | Stacked | Rearranged
 def renamed(place: Place, rename: Callable[[str], str]) -> Place:
     """The place with renamed tensors."""
     if isinstance(place, Stacked):
-        return Stacked(tuple(tuple(rename(name) for name in part) for part in place.parts))
+        parts = tuple(tuple(rename(name) for name in part) for part in place.parts)
+        return replace(place, parts=parts)
     return replace(place, tensor=rename(place.tensor))
 
 
@@ -156,6 +159,14 @@ class Naming:
 def separate_experts(config: ModelConfig) -> dict[str, Place]:
     """A tensor for each projection of each expert."""
     return _experts(config, "mlp", ("gate_proj", "up_proj"), "down_proj")
+
+
+def turned_experts(config: ModelConfig) -> dict[str, Place]:
+    """Qwen3-VL: all experts in one tensor, inputs before outputs. Tools that quantise them write the same as above."""
+    return {
+        path: replace(place, turns=True) if isinstance(place, Stacked) else place
+        for path, place in separate_experts(config).items()
+    }
 
 
 def mixtral_experts(config: ModelConfig) -> dict[str, Place]:

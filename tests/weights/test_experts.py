@@ -23,9 +23,10 @@ from jaxpage.weights.safetensors import StoredTensor
 from jaxpage.weights.save import save
 from jaxpage.weights.spec import variables
 from jaxpage.weights.stored import mxfp4_values
-from tests import checkpoints, mixtures
+from tests import checkpoints, mixtures, picture_models
 
 LAYER = "model.layers.0.mlp.experts"
+VL_LAYER = "model.language_model.layers.0.mlp.experts"  # of Qwen3-VL in checkpoints
 SIZES = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of mxfp4
 
 
@@ -158,6 +159,53 @@ def test_to_orbax_and_back_is_bitwise_the_same(family, variant, tmp_path):
     assert stored.keys() == expected.keys()
     for name, array in expected.items():
         assert stored[name].tobytes() == array.tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def qwen3_vl(tmp_path_factory) -> Path:
+    """As transformers 5 saves it, with all experts in one tensor in the order of memory."""
+    config = picture_models.qwen3_vl_moe_config()
+    return picture_models.save(config, tmp_path_factory.mktemp("qwen3_vl"), seed="qwen3_vl")
+
+
+def separated(experts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A tensor for each projection of each expert, of arrays [X, O, I] of all."""
+    found = {}
+    for name, array in experts.items():
+        layer, _, projection = name.rpartition(".")
+        parts = {projection: array}
+        if projection == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), np.split(array, 2, axis=1), strict=True))
+        for part, of_all in parts.items():
+            weights = (f"{layer}.{x}.{part}.weight" for x in range(len(of_all)))
+            found |= {weight: one.copy() for weight, one in zip(weights, of_all, strict=True)}
+    return found
+
+
+def test_experts_may_have_inputs_before_outputs(qwen3_vl, tmp_path):
+    """Qwen3-VL: what was released, and a tensor for each projection, as tools write that quantise experts."""
+    stored = tensors(qwen3_vl)
+    experts = {name: array for name, array in stored.items() if ".experts." in name}
+    assert len(experts) == 4 and experts[f"{VL_LAYER}.gate_up_proj"].shape == (6, 40, 48)
+    others = {name: array for name, array in stored.items() if name not in experts}
+    turned = {name: array.swapaxes(1, 2).copy() for name, array in experts.items()}
+    expected = values(loaded(qwen3_vl))
+    for form, given in (("turned", turned), ("separate", separated(experts))):
+        path = copy_with(qwen3_vl, tmp_path / form, others | given)
+        got = values(loaded(path))
+        assert got.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(got[name], array)
+    # What is saved is as released.
+    save(loaded(qwen3_vl), tmp_path / "saved", files=qwen3_vl, format="safetensors")
+    saved = tensors(tmp_path / "saved")
+    for name, array in turned.items():
+        np.testing.assert_array_equal(saved[name.replace(".language_model", "")], array)
+    wrong = others | turned | {f"{VL_LAYER}.gate_up_proj": turned[f"{VL_LAYER}.gate_up_proj"][:5]}
+    refused(
+        copy_with(qwen3_vl, tmp_path / "wrong", wrong),
+        r"gate_up_proj has shape \[5, 48, 40\] .* wants \[6, 40, 48\]",
+    )
 
 
 def test_layers_after_the_last_are_not_used(tmp_path):
