@@ -17,6 +17,8 @@ import pytest
 FAMILIES = {
     "llama": "Llama",
     "mistral": "Mistral",
+    "ministral": "Ministral",
+    "ministral3": "Ministral 3",
     "phi3": "Phi-3, Phi-4",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",

@@ -210,7 +210,7 @@ class Decoder(nnx.Module):
         positions = inputs.positions
         three = positions.ndim > inputs.token_ids.ndim
         rotations = {
-            rope: Rotation(*rope.angles(positions, x.dtype, three=three), inputs.rotate)
+            rope: Rotation(*rope.arrays(positions, x.dtype, three=three), rotate=inputs.rotate)
             for rope in ropes
         }
         more: dict[str, Any] = {}

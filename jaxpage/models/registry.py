@@ -28,7 +28,13 @@ from jaxpage.models.glm import glm4, glm_config
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
 from jaxpage.models.granite import granite, granite_config
 from jaxpage.models.layers import RMSNorm
-from jaxpage.models.llama_like import ernie_config, seed_oss_config, smollm3_config
+from jaxpage.models.llama_like import (
+    ernie_config,
+    ministral3_config,
+    mistral3_config,
+    seed_oss_config,
+    smollm3_config,
+)
 from jaxpage.models.mixtures import (
     glm4_moe_config,
     mixtral_config,
@@ -113,6 +119,12 @@ REGISTRY: dict[str, Family] = {
     ),
     "GraniteForCausalLM": Family(config_from_hf=granite_config, module=granite),
     "LlamaForCausalLM": Family(),
+    "Ministral3ForCausalLM": Family(config_from_hf=ministral3_config),
+    "MinistralForCausalLM": Family(),
+    # Without its pictures.
+    "Mistral3ForConditionalGeneration": Family(
+        config_from_hf=mistral3_config, tensor_name=text_part
+    ),
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(config_from_hf=mixtral_config, weight_map=mixtral_experts),
     "Olmo2ForCausalLM": Family(
