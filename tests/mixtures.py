@@ -166,6 +166,37 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             rope_parameters=PARTIAL,
         ),
     ],
+    "minimax_m2": [
+        shape(
+            4,
+            2,
+            head_dim=16,
+            rotary_dim=8,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            head_dim=8,
+            num_local_experts=6,
+            num_experts_per_tok=4,
+            tie_word_embeddings=True,
+            rope_parameters=YARN,
+        ),
+        shape(
+            4,
+            4,
+            head_dim=12,
+            rotary_dim=6,
+            num_local_experts=5,
+            num_experts_per_tok=1,
+            rope_parameters=DEFAULT,
+        ),
+    ],
     "gpt_oss": [
         shape(
             4,
@@ -209,6 +240,7 @@ CLASSES = {
     "qwen3_moe": "Qwen3MoeConfig",
     "olmoe": "OlmoeConfig",
     "glm4_moe": "Glm4MoeConfig",
+    "minimax_m2": "MiniMaxM2Config",
     "gpt_oss": "GptOssConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]

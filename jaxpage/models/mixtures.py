@@ -1,13 +1,15 @@
-"""Mixtral, OLMoE, Qwen 2 and 3 with experts, GLM-4.5: their configs.
+"""Mixtral, OLMoE, Qwen 2 and 3 with experts, GLM-4.5, MiniMax-M2: their configs.
 
 The rest is the shared decoder. Knows transformers' names of these families' options; must not know checkpoints.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.models.config import ExpertsConfig, ModelConfig, Routing, decoder_config
+from jaxpage.models.rope import Rope, layer_ropes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -111,6 +113,44 @@ def glm4_moe_config(
         qk_norm=bool(hf.use_qk_norm),
         output_bias=False,
     )
+
+
+def minimax_m2_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a MiniMaxM2ForCausalLM."""
+    experts = ExpertsConfig(
+        layers=tuple(range(hf.num_hidden_layers)),
+        num_experts=hf.num_local_experts,
+        experts_per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        shares_add_up_to_one=True,
+        # The weights of routers are float32 in checkpoints.
+        routing=Routing(scores="sigmoid", has_correction=True, in_float32=True),
+    )
+    config = decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        experts=experts,
+        qk_norm="projection",
+        qkv_bias=False,
+        output_bias=False,
+    )
+    return replace(config, ropes=_partial_ropes(hf, config))
+
+
+def _partial_ropes(hf: PretrainedConfig, config: ModelConfig) -> tuple[Rope, ...]:
+    """Of `rotary_dim` dimensions, which transformers makes a `partial_rotary_factor` that is not in its own defaults."""
+    factor = hf.rope_parameters.get("partial_rotary_factor", 1.0)
+    rotated = int(config.head_dim * factor)
+    if not 2 <= rotated <= config.head_dim:
+        raise ValueError(
+            f"{config.architecture}: RoPE would rotate {rotated} of {config.head_dim} dimensions of a head; check "
+            "rotary_dim and head_dim in config.json"
+        )
+    kinds = ["full_attention"] * config.num_layers
+    return layer_ropes(hf, kinds, head_dim=rotated, max_model_len=config.max_model_len)
 
 
 def _grouped_experts(hf: PretrainedConfig) -> ExpertsConfig | None:

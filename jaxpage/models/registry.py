@@ -37,6 +37,7 @@ from jaxpage.models.llama_like import (
 )
 from jaxpage.models.mixtures import (
     glm4_moe_config,
+    minimax_m2_config,
     mixtral_config,
     olmoe_config,
     qwen2_moe_config,
@@ -52,6 +53,8 @@ from jaxpage.models.sources import (
     fused_projections,
     gpt_oss_experts,
     layer_of,
+    minimax_experts,
+    minimax_name,
     mixtral_experts,
     same_name,
     same_names,
@@ -119,6 +122,12 @@ REGISTRY: dict[str, Family] = {
     ),
     "GraniteForCausalLM": Family(config_from_hf=granite_config, module=granite),
     "LlamaForCausalLM": Family(),
+    "MiniMaxM2ForCausalLM": Family(
+        config_from_hf=minimax_m2_config,
+        weight_map=minimax_experts,
+        tensor_name=minimax_name,
+        has_more_layers=True,
+    ),
     "Ministral3ForCausalLM": Family(config_from_hf=ministral3_config),
     "MinistralForCausalLM": Family(),
     # Without its pictures.

@@ -181,6 +181,25 @@ def mixtral_experts(config: ModelConfig) -> dict[str, Place]:
     return routers | _experts(config, "block_sparse_moe", ("w1", "w3"), "w2")
 
 
+_CORRECTION = "e_score_correction_bias"
+
+
+def minimax_experts(config: ModelConfig) -> dict[str, Place]:
+    """The same, with a correction of each router."""
+    assert config.experts is not None
+    return mixtral_experts(config) | {
+        f"model.layers.{i}.mlp.gate.{_CORRECTION}": Source(
+            f"model.layers.{i}.block_sparse_moe.{_CORRECTION}"
+        )
+        for i in config.experts.layers
+    }
+
+
+def minimax_name(name: str) -> str | None:
+    """In transformers 5 the correction is beside the router."""
+    return name.replace(f".mlp.{_CORRECTION}", f".mlp.gate.{_CORRECTION}")
+
+
 def _experts(
     config: ModelConfig, module: str, gate_up: tuple[str, str], down: str
 ) -> dict[str, Place]:

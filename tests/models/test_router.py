@@ -89,7 +89,9 @@ def test_groups_that_do_not_fit_are_refused(groups, chosen, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "variant"), [("glm4_moe", 1), ("glm4_moe", 2)])
+@pytest.mark.parametrize(
+    ("family", "variant"), [("glm4_moe", 1), ("glm4_moe", 2), ("minimax_m2", 0)]
+)
 def test_gradients_are_those_of_torch(family, variant, tmp_path):
     """Of every parameter; with experts stacked both have the same names."""
     path = mixtures.build(family, variant, tmp_path)

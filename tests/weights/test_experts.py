@@ -73,7 +73,7 @@ def test_experts_are_stacked_gate_before_up(mixtral):
         np.testing.assert_array_equal(model[f"{LAYER}.down_proj"][x], stored[f"{names}.w2.weight"])
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "minimax_m2"])
 def test_checkpoints_with_stacked_experts_are_the_same_model(family, tmp_path):
     """As transformers 5 has them in memory, and can write them."""
     import transformers
@@ -136,7 +136,7 @@ def test_experts_of_one_layer_at_a_time_are_in_memory(tmp_path, monkeypatch):
         ("qwen2_moe", 0),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("olmoe", 0), ("gpt_oss", 2), ("glm4_moe", 1))
+            for case in (("olmoe", 0), ("gpt_oss", 2), ("glm4_moe", 1), ("minimax_m2", 1))
         ),
     ],
 )
