@@ -170,8 +170,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         shape(
             4,
             2,
-            head_dim=16,
-            rotary_dim=8,
+            head_dim=20,
+            rotary_dim=10,
             num_local_experts=8,
             num_experts_per_tok=2,
             rope_parameters=DEFAULT,

@@ -141,7 +141,7 @@ def minimax_m2_config(
 
 
 def _partial_ropes(hf: PretrainedConfig, config: ModelConfig) -> tuple[Rope, ...]:
-    """Of `rotary_dim` dimensions, which transformers makes a `partial_rotary_factor` that is not in its own defaults."""
+    """Of `rotary_dim` dimensions: transformers makes it a `partial_rotary_factor`, missing in its defaults."""
     factor = hf.rope_parameters.get("partial_rotary_factor", 1.0)
     rotated = int(config.head_dim * factor)
     if not 2 <= rotated <= config.head_dim:
