@@ -166,6 +166,40 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             rope_parameters=PARTIAL,
         ),
     ],
+    "dots1": [
+        shape(
+            4,
+            2,
+            head_dim=16,
+            layers=3,
+            **deepseek(8, 3, 24, n_shared_experts=1),
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            max_window_layers=2,
+            sliding_window=14,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            1,
+            hidden=64,
+            head_dim=8,
+            **deepseek(6, 2, 20, n_shared_experts=2),
+            routed_scaling_factor=2.5,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters=YARN,
+        ),
+        shape(
+            4,
+            4,
+            head_dim=12,
+            **deepseek(8, 4, 20, n_shared_experts=1, n_group=4, topk_group=3),
+            norm_topk_prob=True,
+            sliding_window=None,
+            rope_parameters=DEFAULT,
+        ),
+    ],
     "minimax_m2": [
         shape(
             4,
@@ -240,6 +274,7 @@ CLASSES = {
     "qwen3_moe": "Qwen3MoeConfig",
     "olmoe": "OlmoeConfig",
     "glm4_moe": "Glm4MoeConfig",
+    "dots1": "Dots1Config",
     "minimax_m2": "MiniMaxM2Config",
     "gpt_oss": "GptOssConfig",
 }

@@ -42,6 +42,7 @@ FAMILIES = {
     "qwen3_moe": "Qwen3-MoE",
     "olmoe": "OLMoE",
     "glm4_moe": "GLM-4.5, 4.6 (`Glm4MoeForCausalLM`)",
+    "dots1": "dots.llm1",
     "minimax_m2": "MiniMax-M2",
     "gpt_oss": "gpt-oss",
 }

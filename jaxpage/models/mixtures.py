@@ -1,4 +1,4 @@
-"""Mixtral, OLMoE, Qwen 2 and 3 with experts, GLM-4.5, MiniMax-M2: their configs.
+"""Mixtral, OLMoE, Qwen 2 and 3 with experts, GLM-4.5, dots.llm1, MiniMax-M2: their configs.
 
 The rest is the shared decoder. Knows transformers' names of these families' options; must not know checkpoints.
 """
@@ -115,6 +115,19 @@ def glm4_moe_config(
     )
 
 
+def dots1_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Dots1ForCausalLM, with the experts of GLM-4.5."""
+    return decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        experts=_grouped_experts(hf),
+        qk_norm=True,
+    )
+
+
 def minimax_m2_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
@@ -161,8 +174,8 @@ def _grouped_experts(hf: PretrainedConfig) -> ExpertsConfig | None:
     routing = Routing(
         scores="sigmoid",
         has_correction=True,
-        num_groups=hf.n_group,
-        chosen_groups=hf.topk_group,
+        num_groups=hf.n_group or 1,
+        chosen_groups=hf.topk_group or 1,
         factor=hf.routed_scaling_factor,
         in_float32=True,
     )

@@ -36,6 +36,7 @@ from jaxpage.models.llama_like import (
     smollm3_config,
 )
 from jaxpage.models.mixtures import (
+    dots1_config,
     glm4_moe_config,
     minimax_m2_config,
     mixtral_config,
@@ -97,6 +98,7 @@ class Family:
 REGISTRY: dict[str, Family] = {
     "Cohere2ForCausalLM": Family(config_from_hf=cohere2_config, module=cohere),
     "CohereForCausalLM": Family(config_from_hf=cohere_config, module=cohere),
+    "Dots1ForCausalLM": Family(config_from_hf=dots1_config, weight_map=separate_experts),
     "Ernie4_5ForCausalLM": Family(config_from_hf=ernie_config),
     "Exaone4ForCausalLM": Family(
         config_from_hf=exaone4_config, module=partial(post_norm, norm=RMSNorm)
