@@ -210,6 +210,16 @@ CASES = [
     (family, variant) for family, variants in VARIANTS.items() for variant in range(len(variants))
 ]
 VOCAB_SIZE = 250
+# What all variants have.
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "intermediate_size": 72,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def build(family: str, variant: int, path: str | Path, **overrides: Any) -> Path:
@@ -223,17 +233,8 @@ def build(family: str, variant: int, path: str | Path, **overrides: Any) -> Path
 
 def build_from(config_name: str, chosen: dict[str, Any], path: str | Path, *, seed: str) -> Path:
     """The same of a transformers config by name and its arguments."""
-    arguments = {
-        "vocab_size": VOCAB_SIZE,
-        "intermediate_size": 72,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
     # A copy: transformers writes defaults into the dicts it is given.
-    arguments |= copy.deepcopy(chosen)
+    arguments = SMALL | copy.deepcopy(chosen)
     return save(getattr(transformers, config_name)(**arguments), path, seed=seed)
 
 
@@ -256,6 +257,8 @@ def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) 
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # Gemma 4's
                 buffer.uniform_(0.6, 1.2)
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     model.save_pretrained(path)
     return Path(path)
 

@@ -44,6 +44,12 @@ def gemma4(*, layers: int, head_dims: tuple[int, int], **other: Any) -> dict:
     }
 
 
+def growing(rope: dict[str, Any], growth: float, length: int, **more: Any) -> dict[str, Any]:
+    """`rope` of a Ministral 3 of 512 tokens, whose queries grow after each `length` of them."""
+    own = {"llama_4_scaling_beta": growth, "original_max_position_embeddings": length}
+    return rope | own | {"factor": 512 / length} | more
+
+
 GLM_TIED = shape(
     8,
     1,
@@ -57,6 +63,59 @@ GLM_TIED = shape(
 
 # They differ in heads, head dim, tying, RoPE and, where the family has them, biases, windows, multipliers.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "ministral": [
+        shape(
+            4,
+            2,
+            layers=3,
+            head_dim=16,
+            layer_types=[SLIDING, FULL, SLIDING],
+            sliding_window=9,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            4,
+            4,
+            head_dim=12,
+            layer_types=[FULL, FULL],
+            tie_word_embeddings=True,
+            rope_parameters=LINEAR,
+        ),
+        shape(8, 1, hidden=64, head_dim=8, sliding_window=30, rope_parameters=YARN),
+    ],
+    "ministral3": [
+        shape(4, 2, head_dim=16, rope_parameters=growing(YARN, 0.3, 32)),
+        shape(
+            4,
+            4,
+            head_dim=12,
+            sliding_window=40,
+            tie_word_embeddings=True,
+            rope_parameters=growing(DEFAULT, 0.5, 10),
+        ),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            head_dim=8,
+            rope_parameters=growing(YARN, 0.1, 64, mscale=1.0, mscale_all_dim=1.0),
+        ),
+    ],
+    "gemma": [
+        shape(4, 1, head_dim=16, rope_parameters=DEFAULT),
+        shape(
+            4,
+            4,
+            head_dim=12,
+            layers=3,
+            hidden_act="gelu",
+            attention_bias=True,
+            tie_word_embeddings=False,
+            rope_parameters=LINEAR,
+        ),
+        shape(8, 2, hidden=64, head_dim=8, hidden_act="silu", rope_parameters=YARN),
+    ],
     "granite": [
         shape(4, 2, **multipliers(6.0, 0.2, 0.4, 0.5), rope_parameters=DEFAULT),
         shape(
@@ -287,6 +346,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 CLASSES = {
+    "ministral": "MinistralConfig",
+    "ministral3": "Ministral3Config",
+    "gemma": "GemmaConfig",
     "granite": "GraniteConfig",
     "smollm3": "SmolLM3Config",
     "olmo2": "Olmo2Config",

@@ -16,11 +16,18 @@ from tests.dense_families import gemma4
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 YARN = DEFAULT | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+PARTIAL = DEFAULT | {"partial_rotary_factor": 0.25}
 _OSS_ROPE = YARN | {"rope_theta": 150_000.0, "truncate": False}
 
 
 def qwen(num_experts: int, chosen: int, **other: Any) -> dict[str, Any]:
     return {"num_experts": num_experts, "num_experts_per_tok": chosen, **other}
+
+
+def deepseek(num_experts: int, chosen: int, size: int, **other: Any) -> dict[str, Any]:
+    """Experts of `size` under DeepSeek-V3's names, which several families have."""
+    sizes = {"n_routed_experts": num_experts, "moe_intermediate_size": size}
+    return {**sizes, "num_experts_per_tok": chosen, **other}
 
 
 # They differ in heads and RoPE, in the number of experts and which layers have them, in what becomes of shares.
@@ -126,6 +133,105 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             8, 2, hidden=64, layers=3, **qwen(16, 4), attention_bias=True, rope_parameters=DEFAULT
         ),
     ],
+    "glm4_moe": [
+        shape(
+            4,
+            2,
+            head_dim=16,
+            **deepseek(8, 2, 24, n_shared_experts=1),
+            use_qk_norm=True,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            2,
+            hidden=64,
+            head_dim=8,
+            layers=3,
+            **deepseek(12, 3, 20, n_shared_experts=2, n_group=4, topk_group=2),
+            first_k_dense_replace=0,
+            routed_scaling_factor=2.5,
+            attention_bias=True,
+            rope_parameters=YARN | {"partial_rotary_factor": 1.0},
+        ),
+        shape(
+            4,
+            4,
+            layers=4,
+            head_dim=16,
+            **deepseek(6, 4, 28, n_shared_experts=1, n_group=2, topk_group=2),
+            first_k_dense_replace=2,
+            routed_scaling_factor=0.8,
+            norm_topk_prob=False,
+            tie_word_embeddings=True,
+            rope_parameters=PARTIAL,
+        ),
+    ],
+    "dots1": [
+        shape(
+            4,
+            2,
+            head_dim=16,
+            layers=3,
+            **deepseek(8, 3, 24, n_shared_experts=1),
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            max_window_layers=2,
+            sliding_window=14,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            1,
+            hidden=64,
+            head_dim=8,
+            **deepseek(6, 2, 20, n_shared_experts=2),
+            routed_scaling_factor=2.5,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters=YARN,
+        ),
+        shape(
+            4,
+            4,
+            head_dim=12,
+            **deepseek(8, 4, 20, n_shared_experts=1, n_group=4, topk_group=3),
+            norm_topk_prob=True,
+            sliding_window=None,
+            rope_parameters=DEFAULT,
+        ),
+    ],
+    "minimax_m2": [
+        shape(
+            4,
+            2,
+            head_dim=20,
+            rotary_dim=10,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            head_dim=8,
+            num_local_experts=6,
+            num_experts_per_tok=4,
+            tie_word_embeddings=True,
+            rope_parameters=YARN,
+        ),
+        shape(
+            4,
+            4,
+            head_dim=12,
+            rotary_dim=6,
+            num_local_experts=5,
+            num_experts_per_tok=1,
+            rope_parameters=DEFAULT,
+        ),
+    ],
     "gpt_oss": [
         shape(
             4,
@@ -202,6 +308,9 @@ CLASSES = {
     "qwen2_moe": "Qwen2MoeConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "olmoe": "OlmoeConfig",
+    "glm4_moe": "Glm4MoeConfig",
+    "dots1": "Dots1Config",
+    "minimax_m2": "MiniMaxM2Config",
     "gpt_oss": "GptOssConfig",
     "gemma4_moe": "Gemma4TextConfig",
 }

@@ -63,6 +63,17 @@ def qwen2_5_vl_config(**vision: Any) -> transformers.PretrainedConfig:
 
 def qwen3_vl_config(**vision: Any) -> transformers.PretrainedConfig:
     """Four layers in the tower, of which two reach the decoder; a table of 6 x 6 places. `vision` on top."""
+    return _qwen3_vl(transformers.Qwen3VLConfig, vision)
+
+
+def qwen3_vl_moe_config(**vision: Any) -> transformers.PretrainedConfig:
+    """The same with 6 experts in the first and the last layer of the decoder."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    return _qwen3_vl(transformers.Qwen3VLMoeConfig, vision, **experts, mlp_only_layers=[1])
+
+
+def _qwen3_vl(make: Any, vision: dict[str, Any], **more: Any) -> transformers.PretrainedConfig:
+    """`more`: of the decoder."""
     tower = {
         "depth": 4,
         "hidden_size": 32,
@@ -73,9 +84,9 @@ def qwen3_vl_config(**vision: Any) -> transformers.PretrainedConfig:
         "deepstack_visual_indexes": [0, 2],
         "patch_size": 16,
     }
-    text = qwen_text() | {"num_hidden_layers": 3, "head_dim": 12}
+    text = qwen_text() | {"num_hidden_layers": 3, "head_dim": 12} | more
     text["rope_parameters"]["mrope_interleaved"] = True
-    return transformers.Qwen3VLConfig(
+    return make(
         text_config=text,
         vision_config=tower | vision,
         image_token_id=IMAGE,
@@ -139,6 +150,8 @@ def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) 
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             elif "embed_tokens" in name or "position_embedding" in name or "pos_embed" in name:
                 parameter.normal_(0, 0.3)
+            elif ".experts." in name:  # all experts of a layer
+                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
             else:
                 size = parameter[0].numel() if parameter.ndim > 1 else parameter.numel()
                 parameter.normal_(0, size**-0.5)

@@ -17,9 +17,12 @@ import pytest
 FAMILIES = {
     "llama": "Llama",
     "mistral": "Mistral",
+    "ministral": "Ministral",
+    "ministral3": "Ministral 3",
     "phi3": "Phi-3, Phi-4",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
+    "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3 (text)",
     "granite": "Granite 3",
@@ -38,12 +41,20 @@ FAMILIES = {
     "qwen2_moe": "Qwen2-MoE",
     "qwen3_moe": "Qwen3-MoE",
     "olmoe": "OLMoE",
+    "glm4_moe": "GLM-4.5, 4.6 (`Glm4MoeForCausalLM`)",
+    "dots1": "dots.llm1",
+    "minimax_m2": "MiniMax-M2",
     "gpt_oss": "gpt-oss",
     "gemma4": "Gemma 4 (text), without experts",
     "gemma4_moe": "Gemma 4 (text), with experts",
 }
 # The same of families that take pictures.
-PICTURE_FAMILIES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL", "gemma3": "Gemma 3"}
+PICTURE_FAMILIES = {
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL with experts",
+    "gemma3": "Gemma 3",
+}
 _DENSE = "tests.end_to_end.test_dense_families"
 _EXPERTS = "tests.end_to_end.test_experts"
 _SHARED = "tests.end_to_end.test_tensor_parallel:test_tokens_are_those_of_one_device"

@@ -21,6 +21,21 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How a router scores experts. Of scores that are added up to one, `least_sum` is the least divisor."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    # A number for each expert is added to its score when experts are chosen, but not in their shares.
+    has_correction: bool = False
+    # Equal groups of consecutive experts; a token's experts are in as many of them.
+    num_groups: int = 1
+    chosen_groups: int = 1
+    factor: float = 1.0  # of shares
+    least_sum: float = 1e-20
+    in_float32: bool = False  # the router's weight, whatever the model's dtype
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """The mixture of experts that replaces the MLP in some layers."""
 
@@ -30,6 +45,8 @@ class ExpertsConfig:
     intermediate_size: int  # of an expert
     shares_add_up_to_one: bool  # for a token's experts; else parts of a softmax over all
     shared_size: int | None = None  # intermediate size of the expert for all tokens
+    shared_gate: bool = True  # whether that has a gate of its own
+    routing: Routing = Routing()
     bias: bool = False  # of router and experts
     # gpt-oss: gate and up are clamped to it, and up is offset by 1: g sigmoid(slope g) (u + 1).
     swiglu_limit: float | None = None
@@ -40,6 +57,20 @@ class ExpertsConfig:
             raise ValueError(
                 f"{self.experts_per_token} experts for each token of {self.num_experts}: check "
                 "num_experts_per_tok and the number of experts in config.json"
+            )
+        groups, chosen = self.routing.num_groups, self.routing.chosen_groups
+        if groups == 1:
+            return
+        size = self.num_experts // max(groups, 1)
+        if groups < 1 or self.num_experts % groups or size < 2 or not 1 <= chosen <= groups:
+            raise ValueError(
+                f"{self.num_experts} experts cannot be in {groups} equal groups of at least two, of which {chosen} are "
+                "chosen: check n_group and topk_group in config.json"
+            )
+        if self.experts_per_token > chosen * size:
+            raise ValueError(
+                f"{self.experts_per_token} experts for each token in {chosen} groups of {size}: check "
+                "num_experts_per_tok, n_group and topk_group in config.json"
             )
 
 
@@ -178,7 +209,7 @@ def decoder_config(
         "activation": activation_of(hf, architecture),
         "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "windows": windows,
-        "ropes": layer_ropes(hf, layer_types, head_dims=head_dims, max_model_len=length),
+        "ropes": layer_ropes(hf, layer_types, head_dim=head_dims, max_model_len=length),
         "attention_scale": head_dim**-0.5,
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,

@@ -160,10 +160,10 @@ def mlp_or_experts(config: ModelConfig, index: int) -> MLP | MixtureOfExperts:
 class DecoderLayer(nnx.Module):
     """Attention and MLP or experts, each after a norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig, index: int):
-        self.input_layernorm = hidden_norm(RMSNorm, config)
-        self.self_attn = SelfAttention(config, index, RMSNorm)
-        self.post_attention_layernorm = hidden_norm(RMSNorm, config)
+    def __init__(self, config: ModelConfig, index: int, *, norm: Norm = RMSNorm):
+        self.input_layernorm = hidden_norm(norm, config)
+        self.self_attn = SelfAttention(config, index, norm)
+        self.post_attention_layernorm = hidden_norm(norm, config)
         self.mlp = mlp_or_experts(config, index)
 
     def __call__(
@@ -222,7 +222,7 @@ class Decoder(nnx.Module):
         positions = inputs.positions
         three = positions.ndim > inputs.token_ids.ndim
         rotations = {
-            rope: Rotation(*rope.angles(positions, x.dtype, three=three), inputs.rotate)
+            rope: Rotation(*rope.arrays(positions, x.dtype, three=three), rotate=inputs.rotate)
             for rope in ropes
         }
         given = zip(self.layers, config.ropes, self.layer_inputs(inputs, x), strict=True)

@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxpage.models.config import ExpertsConfig, ModelConfig
 from jaxpage.models.layers import ACTIVATION_FUNCTIONS, Constant, Linear, Normal, param
+from jaxpage.models.router import Router
 from jaxpage.ops.experts import XLA, ExpertsKernel, ExpertWeights, experts
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 
@@ -97,23 +98,23 @@ def _value(parameter: nnx.Param | None) -> Any:
 
 
 class MixtureOfExperts(nnx.Module):
-    """The weighted sum of a token's experts, plus the shared expert with its own gate, if there is one."""
+    """The weighted sum of a token's experts, plus the expert for all tokens, if there is one."""
 
-    def __init__(
-        self, config: ModelConfig, settings: ExpertsConfig, shared_expert: nnx.Module | None
-    ):
+    def __init__(self, config: ModelConfig, settings: ExpertsConfig, shared: nnx.Module | None):
         self.settings = settings
         self.activation = Gate(config.activation, settings.swiglu_limit, settings.swiglu_slope)
-        embed, init = config.hidden_size, Normal(config.initializer_range)
-
-        def router(num_outputs: int, *, bias: bool) -> Linear:
-            axes = ("router", "embed")
-            return Linear((num_outputs, embed), axes=axes, bias=bias, init=init, dtype=config.dtype)
-
-        self.gate = router(settings.num_experts, bias=settings.bias)
+        self.gate = Router(config, settings)
         self.experts = Experts(config, settings)
-        self.shared_expert = shared_expert
-        self.shared_expert_gate = None if shared_expert is None else router(1, bias=False)
+        # transformers has the plural where there is no gate; either is one MLP.
+        gated = shared if settings.shared_gate else None
+        self.shared_experts = None if settings.shared_gate else shared
+        self.shared_expert, self.shared_expert_gate = gated, None
+        if gated is not None:
+            init, axes = Normal(config.initializer_range), ("router", "embed")
+            gate = Linear(
+                (1, config.hidden_size), axes=axes, bias=False, init=init, dtype=config.dtype
+            )
+            self.shared_expert_gate = nnx.data(gate)
         # Set by `weights.transform`.
         self.kernel: ExpertsKernel = XLA
 
@@ -129,7 +130,7 @@ class MixtureOfExperts(nnx.Module):
         `ForwardInput.expert_load`. router_input: [..., T, E], x by default.
         """
         rows = x.reshape(-1, x.shape[-1])
-        chosen, shares = self._route(
+        chosen, shares = self.gate.choose(
             rows if router_input is None else router_input.reshape(rows.shape)
         )
         if is_token is not None:
@@ -148,17 +149,6 @@ class MixtureOfExperts(nnx.Module):
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             share = jax.nn.sigmoid(self.shared_expert_gate.product(rows))
             out = out + share * self.shared_expert(rows).astype(jnp.float32)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(rows).astype(jnp.float32)
         return out.astype(x.dtype).reshape(x.shape)
-
-    def _route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """int32[T, k] experts of each token, the most likely first, and float32[T, k] their shares.
-
-        A softmax over the chosen logits equals the softmax over all, divided by the sum of the chosen.
-        """
-        logits = self.gate.product(rows)
-        if self.gate.bias is not None:
-            logits = logits + self.gate.bias[...].astype(logits.dtype)[None]
-        best, chosen = jax.lax.top_k(logits, self.settings.experts_per_token)
-        if self.settings.shares_add_up_to_one:
-            return chosen, jax.nn.softmax(best, axis=-1)
-        return chosen, jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and after each half of a layer, norm weights with offset 1, scaled embeddings.
+"""Gemma: norm weights with offset 1, scaled embeddings; Gemma 2 and 3: norms before and after each half of a layer.
 
 The rest is the shared decoder. Knows transformers' names of Gemma's options; must not know checkpoints.
 """
@@ -6,6 +6,7 @@ The rest is the shared decoder. Knows transformers' names of Gemma's options; mu
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +14,14 @@ from flax import nnx
 
 from jaxpage.models.attention import Attention
 from jaxpage.models.config import ModelConfig, Scales, activation_of, decoder_config
-from jaxpage.models.decoder import MLP, CausalLM, Rotation, SelfAttention, hidden_norm
+from jaxpage.models.decoder import (
+    MLP,
+    CausalLM,
+    DecoderLayer,
+    Rotation,
+    SelfAttention,
+    hidden_norm,
+)
 from jaxpage.models.layers import OffsetRMSNorm
 from jaxpage.models.siglip import SiglipTower
 from jaxpage.models.vision import PictureLM
@@ -40,6 +48,11 @@ class GemmaLayer(nnx.Module):
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
+def gemma1(config: ModelConfig) -> CausalLM:
+    """A Gemma 1 model, with the layers of Llama."""
+    return CausalLM(config, layer=partial(DecoderLayer, norm=OffsetRMSNorm), norm=OffsetRMSNorm)
+
+
 def gemma(config: ModelConfig) -> CausalLM:
     """A Gemma 2 or 3 text model."""
     return CausalLM(config, layer=GemmaLayer, norm=OffsetRMSNorm)
@@ -50,6 +63,21 @@ def gemma_with_pictures(config: ModelConfig) -> PictureLM:
     assert isinstance(config.vision, SiglipConfig)
     visual = SiglipTower(config.vision, config.dtype)
     return PictureLM(config, visual, layer=GemmaLayer, norm=OffsetRMSNorm)
+
+
+def gemma1_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a GemmaForCausalLM. Released config.json say "gelu" and mean its approximation."""
+    _check_causal(hf)
+    activation = activation_of(hf, "GemmaForCausalLM")
+    return decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
+        scales=Scales(embedding=hf.hidden_size**0.5),
+    )
 
 
 def gemma2_config(
@@ -95,11 +123,7 @@ def gemma3_pictures_config(
 def _gemma_config(
     hf: PretrainedConfig, dtype: Any, max_model_len: int | None, **facts: Any
 ) -> ModelConfig:
-    if getattr(hf, "use_bidirectional_attention", None):
-        raise ValueError(
-            "use_bidirectional_attention is set: an encoder cannot be decoded token by token; "
-            "use a causal checkpoint"
-        )
+    _check_causal(hf)
     return decoder_config(
         hf,
         dtype=dtype,
@@ -108,3 +132,11 @@ def _gemma_config(
         scales=Scales(embedding=hf.hidden_size**0.5, logits_soft_cap=hf.final_logit_softcapping),
         **facts,
     )
+
+
+def _check_causal(hf: PretrainedConfig) -> None:
+    if getattr(hf, "use_bidirectional_attention", None):
+        raise ValueError(
+            "use_bidirectional_attention is set: an encoder cannot be decoded token by token; "
+            "use a causal checkpoint"
+        )

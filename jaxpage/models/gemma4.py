@@ -37,6 +37,7 @@ from jaxpage.models.layers import (
     normalise,
     param,
 )
+from jaxpage.models.router import Router
 from pallas_kernels.rope.reference import split
 
 if TYPE_CHECKING:
@@ -99,11 +100,11 @@ class Gemma4Attention(SelfAttention):
         ]
 
 
-class Gemma4Experts(MixtureOfExperts):
-    """Experts chosen by a router with a norm, and a factor for each expert (`Gemma4TextRouter`)."""
+class Gemma4Router(Router):
+    """A router with a norm before it, and a factor for each expert (`Gemma4TextRouter`)."""
 
     def __init__(self, config: ModelConfig, settings: ExpertsConfig):
-        super().__init__(config, settings, None)
+        super().__init__(config, settings)
         size, dtype = config.hidden_size, config.dtype
         self.norm_eps = config.norm_eps
         self.input_scale = param((size,), axes=("embed",), init=Constant(1.0), dtype=dtype)
@@ -111,11 +112,17 @@ class Gemma4Experts(MixtureOfExperts):
             (settings.num_experts,), axes=("router",), init=Constant(1.0), dtype=dtype
         )
 
-    def _route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def choose(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         normed = normalise(rows, self.norm_eps).astype(rows.dtype)
         scaled = _times(normed * self.input_scale[...][None], rows.shape[-1] ** -0.5)
-        chosen, shares = super()._route(scaled)
+        chosen, shares = super().choose(scaled)
         return chosen, shares * self.per_expert_scale[...].astype(jnp.float32)[chosen]
+
+
+def _mixture(config: ModelConfig, settings: ExpertsConfig) -> MixtureOfExperts:
+    mixture = MixtureOfExperts(config, settings, None)
+    mixture.gate = Gemma4Router(config, settings)
+    return mixture
 
 
 class Gemma4Layer(nnx.Module):
@@ -135,7 +142,7 @@ class Gemma4Layer(nnx.Module):
         self.mlp = MLP(config, (1 + is_wide) * config.intermediate_size)
         self.post_feedforward_layernorm = hidden_norm(WideRMSNorm, config)
         self.layer_scalar = param((1,), axes=("embed",), init=Constant(1.0), dtype=config.dtype)
-        self.moe = None if config.experts is None else Gemma4Experts(config, config.experts)
+        self.moe = None if config.experts is None else _mixture(config, config.experts)
         if config.experts is not None:
             self.post_feedforward_layernorm_1 = hidden_norm(WideRMSNorm, config)
             self.pre_feedforward_layernorm_2 = hidden_norm(WideRMSNorm, config)

@@ -1,4 +1,4 @@
-"""SmolLM3, Seed-OSS and ERNIE 4.5: the shared decoder, with options that Llama does not have.
+"""SmolLM3, Seed-OSS, ERNIE 4.5, Ministral 3: the shared decoder, with options that Llama does not have.
 
 Knows transformers' names of these families' options; must not know checkpoints.
 """
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.models.config import ModelConfig, decoder_config
-from jaxpage.models.rope import NO_ROPE, interleaved
+from jaxpage.models.rope import NO_ROPE, interleaved, scaled_queries
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,3 +55,32 @@ def ernie_config(
         mlp_bias=bias,
     )
     return replace(config, ropes=interleaved(config.ropes))
+
+
+def ministral3_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
+) -> ModelConfig:
+    """ModelConfig of a Ministral3ForCausalLM, whose queries are scaled by their position."""
+    config = decoder_config(hf, dtype=dtype, max_model_len=max_model_len, **facts)
+    return replace(config, ropes=scaled_queries(config.ropes, hf.rope_parameters))
+
+
+_TEXT_CONFIGS = {"mistral": decoder_config, "ministral3": ministral3_config}
+
+
+def mistral3_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of the text part of a Mistral3ForConditionalGeneration: Mistral Small 3.1 and 3.2, Ministral 3.
+
+    Whether embeddings are tied is in the config of the text part: transformers' own option is true by default, and
+    ignored for checkpoints that have a head.
+    """
+    text, architecture = hf.get_text_config(), (hf.architectures or ["?"])[0]
+    if text.model_type not in _TEXT_CONFIGS:
+        known = ", ".join(_TEXT_CONFIGS)
+        raise ValueError(
+            f"{architecture} with a text_config of model_type {text.model_type!r}; supported are {known}"
+        )
+    make = _TEXT_CONFIGS[text.model_type]
+    return make(text, dtype=dtype, max_model_len=max_model_len, architecture=architecture)

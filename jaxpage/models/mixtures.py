@@ -1,13 +1,15 @@
-"""Mixtral, OLMoE, Qwen 2 and 3 with experts: their configs.
+"""Mixtral, OLMoE, Qwen 2 and 3 with experts, GLM-4.5, dots.llm1, MiniMax-M2: their configs.
 
 The rest is the shared decoder. Knows transformers' names of these families' options; must not know checkpoints.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.models.config import ExpertsConfig, ModelConfig, decoder_config
+from jaxpage.models.config import ExpertsConfig, ModelConfig, Routing, decoder_config
+from jaxpage.models.rope import Rope, layer_ropes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,7 +54,11 @@ def qwen2_moe_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of a Qwen2MoeForCausalLM."""
-    experts = _qwen_experts(hf, shared_size=hf.shared_expert_intermediate_size)
+    experts = qwen_experts(
+        hf,
+        shares_add_up_to_one=bool(hf.norm_topk_prob),
+        shared_size=hf.shared_expert_intermediate_size,
+    )
     return decoder_config(
         hf,
         dtype=dtype,
@@ -66,13 +72,15 @@ def qwen3_moe_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of a Qwen3MoeForCausalLM."""
-    experts = _qwen_experts(hf)
+    experts = qwen_experts(hf, shares_add_up_to_one=bool(hf.norm_topk_prob))
     return decoder_config(
         hf, dtype=dtype, max_model_len=max_model_len, experts=experts, qk_norm=True
     )
 
 
-def _qwen_experts(hf: PretrainedConfig, **facts: Any) -> ExpertsConfig | None:
+def qwen_experts(
+    hf: PretrainedConfig, *, shares_add_up_to_one: bool, shared_size: int | None = None
+) -> ExpertsConfig | None:
     """Every `decoder_sparse_step`th layer has experts, except those in `mlp_only_layers`; None if none has."""
     layers = tuple(
         index
@@ -88,6 +96,96 @@ def _qwen_experts(hf: PretrainedConfig, **facts: Any) -> ExpertsConfig | None:
         num_experts=hf.num_experts,
         experts_per_token=hf.num_experts_per_tok,
         intermediate_size=hf.moe_intermediate_size,
+        shares_add_up_to_one=shares_add_up_to_one,
+        shared_size=shared_size,
+    )
+
+
+def glm4_moe_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Glm4MoeForCausalLM, whose output projection never has a bias."""
+    return decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        experts=_grouped_experts(hf),
+        qk_norm=bool(hf.use_qk_norm),
+        output_bias=False,
+    )
+
+
+def dots1_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Dots1ForCausalLM, with the experts of GLM-4.5."""
+    return decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        experts=_grouped_experts(hf),
+        qk_norm=True,
+    )
+
+
+def minimax_m2_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a MiniMaxM2ForCausalLM."""
+    experts = ExpertsConfig(
+        layers=tuple(range(hf.num_hidden_layers)),
+        num_experts=hf.num_local_experts,
+        experts_per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        shares_add_up_to_one=True,
+        # The weights of routers are float32 in checkpoints.
+        routing=Routing(scores="sigmoid", has_correction=True, in_float32=True),
+    )
+    config = decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        experts=experts,
+        qk_norm="projection",
+        qkv_bias=False,
+        output_bias=False,
+    )
+    return replace(config, ropes=_partial_ropes(hf, config))
+
+
+def _partial_ropes(hf: PretrainedConfig, config: ModelConfig) -> tuple[Rope, ...]:
+    """Of `rotary_dim` dimensions: transformers makes it a `partial_rotary_factor`, missing in its defaults."""
+    factor = hf.rope_parameters.get("partial_rotary_factor", 1.0)
+    rotated = int(config.head_dim * factor)
+    if not 2 <= rotated <= config.head_dim:
+        raise ValueError(
+            f"{config.architecture}: RoPE would rotate {rotated} of {config.head_dim} dimensions of a head; check "
+            "rotary_dim and head_dim in config.json"
+        )
+    kinds = ["full_attention"] * config.num_layers
+    return layer_ropes(hf, kinds, head_dim=rotated, max_model_len=config.max_model_len)
+
+
+def _grouped_experts(hf: PretrainedConfig) -> ExpertsConfig | None:
+    """Layers from `first_k_dense_replace` on have experts, with the router of transformers' Glm4MoeTopkRouter."""
+    layers = tuple(range(hf.first_k_dense_replace, hf.num_hidden_layers))
+    if not layers:
+        return None
+    routing = Routing(
+        scores="sigmoid",
+        has_correction=True,
+        num_groups=hf.n_group or 1,
+        chosen_groups=hf.topk_group or 1,
+        factor=hf.routed_scaling_factor,
+        in_float32=True,
+    )
+    return ExpertsConfig(
+        layers=layers,
+        num_experts=hf.n_routed_experts,
+        experts_per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
         shares_add_up_to_one=bool(hf.norm_topk_prob),
-        **facts,
+        shared_size=hf.moe_intermediate_size * (hf.n_shared_experts or 0) or None,
+        shared_gate=False,
+        routing=routing,
     )

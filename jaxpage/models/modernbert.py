@@ -160,10 +160,7 @@ def modernbert_config(hf: PretrainedConfig, *, dtype: Any) -> ModernBertConfig:
         longest=hf.max_position_embeddings,
         windows=tuple(windows[kind] for kind in hf.layer_types),
         ropes=layer_ropes(
-            hf,
-            hf.layer_types,
-            head_dims=dict.fromkeys(hf.layer_types, head_dim),
-            max_model_len=hf.max_position_embeddings,
+            hf, hf.layer_types, head_dim=head_dim, max_model_len=hf.max_position_embeddings
         ),
         activation=hf.hidden_activation,
         norm_eps=hf.norm_eps,

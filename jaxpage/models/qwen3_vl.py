@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.layers import ACTIVATION_FUNCTIONS, Embedding, Normal
+from jaxpage.models.mixtures import qwen_experts
 from jaxpage.models.vision import (
     Attend,
     LayerNorm,
@@ -142,7 +143,7 @@ def qwen3_vl(config: ModelConfig) -> PictureLM:
 
 
 def qwen3_vl_config(
-    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
     """ModelConfig of a Qwen3VLForConditionalGeneration. Raises ValueError for what is not supported."""
     text, vision = hf.get_text_config(), _vision_config(hf.vision_config)
@@ -157,7 +158,16 @@ def qwen3_vl_config(
         qk_norm=True,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         vision=vision,
+        **facts,
     )
+
+
+def qwen3_vl_moe_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Qwen3VLMoeForConditionalGeneration, whose shares always add up to one."""
+    experts = qwen_experts(hf.get_text_config(), shares_add_up_to_one=True)
+    return qwen3_vl_config(hf, dtype=dtype, max_model_len=max_model_len, experts=experts)
 
 
 def _vision_config(hf: PretrainedConfig) -> Qwen3VisionConfig:

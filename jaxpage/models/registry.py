@@ -16,6 +16,8 @@ from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.gemma import (
     gemma,
+    gemma1,
+    gemma1_config,
     gemma2_config,
     gemma3_config,
     gemma3_pictures_config,
@@ -27,8 +29,17 @@ from jaxpage.models.glm import glm4, glm_config
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
 from jaxpage.models.granite import granite, granite_config
 from jaxpage.models.layers import RMSNorm
-from jaxpage.models.llama_like import ernie_config, seed_oss_config, smollm3_config
+from jaxpage.models.llama_like import (
+    ernie_config,
+    ministral3_config,
+    mistral3_config,
+    seed_oss_config,
+    smollm3_config,
+)
 from jaxpage.models.mixtures import (
+    dots1_config,
+    glm4_moe_config,
+    minimax_m2_config,
     mixtral_config,
     olmoe_config,
     qwen2_moe_config,
@@ -36,14 +47,17 @@ from jaxpage.models.mixtures import (
 )
 from jaxpage.models.olmo import exaone4_config, olmo, post_norm
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
-from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config
+from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config, qwen3_vl_moe_config
 from jaxpage.models.sources import (
     Naming,
     Place,
+    further_layer,
     fused_gate_up,
     fused_projections,
     gemma4_experts,
     gpt_oss_experts,
+    minimax_experts,
+    minimax_name,
     mixtral_experts,
     nothing,
     same_name,
@@ -52,6 +66,7 @@ from jaxpage.models.sources import (
     shared_kv,
     text_and_pictures,
     text_part,
+    turned_experts,
     with_visual,
 )
 from jaxpage.models.starcoder2 import starcoder2, starcoder2_config
@@ -87,6 +102,7 @@ class Family:
 REGISTRY: dict[str, Family] = {
     "Cohere2ForCausalLM": Family(config_from_hf=cohere2_config, module=cohere),
     "CohereForCausalLM": Family(config_from_hf=cohere_config, module=cohere),
+    "Dots1ForCausalLM": Family(config_from_hf=dots1_config, weight_map=separate_experts),
     "Ernie4_5ForCausalLM": Family(config_from_hf=ernie_config),
     "Exaone4ForCausalLM": Family(
         config_from_hf=exaone4_config, module=partial(post_norm, norm=RMSNorm)
@@ -111,13 +127,29 @@ REGISTRY: dict[str, Family] = {
         tensor_name=text_part,
         is_idle=shared_kv,
     ),
+    "GemmaForCausalLM": Family(config_from_hf=gemma1_config, module=gemma1),
     "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
+    "Glm4MoeForCausalLM": Family(
+        config_from_hf=glm4_moe_config, weight_map=separate_experts, is_idle=further_layer
+    ),
     "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
     "GptOssForCausalLM": Family(
         config_from_hf=gpt_oss_config, module=gpt_oss, weight_map=gpt_oss_experts
     ),
     "GraniteForCausalLM": Family(config_from_hf=granite_config, module=granite),
     "LlamaForCausalLM": Family(),
+    "MiniMaxM2ForCausalLM": Family(
+        config_from_hf=minimax_m2_config,
+        weight_map=minimax_experts,
+        tensor_name=minimax_name,
+        is_idle=further_layer,
+    ),
+    "Ministral3ForCausalLM": Family(config_from_hf=ministral3_config),
+    "MinistralForCausalLM": Family(),
+    # Without its pictures.
+    "Mistral3ForConditionalGeneration": Family(
+        config_from_hf=mistral3_config, tensor_name=text_part
+    ),
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(config_from_hf=mixtral_config, weight_map=mixtral_experts),
     "Olmo2ForCausalLM": Family(
@@ -142,6 +174,13 @@ REGISTRY: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": Family(
         config_from_hf=qwen3_vl_config,
         module=qwen3_vl,
+        tensor_name=with_visual,
+        processor=qwen3_vl_processor,
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        config_from_hf=qwen3_vl_moe_config,
+        module=qwen3_vl,
+        weight_map=turned_experts,
         tensor_name=with_visual,
         processor=qwen3_vl_processor,
     ),

@@ -42,6 +42,21 @@ class Rope:
     sections: tuple[int, ...] | None = None
     kind: str = "default"  # transformers' rope_type; trainers may store projections by it
     interleaved: bool = False  # pairs of dimensions are neighbours
+    # Rotated queries are multiplied by 1 + query_growth * log(1 + floor(position / query_length)): Llama 4's scaling
+    # (transformers' get_llama_4_attn_scale).
+    query_growth: float = 0.0
+    query_length: int = 1
+
+    def arrays(
+        self, positions: jax.Array, dtype: jnp.dtype, *, three: bool = False
+    ) -> tuple[jax.Array, ...]:
+        """cos and sin, see `angles`, and if queries are scaled their factors, dtype[..., T, 1, 1]."""
+        cos, sin = self.angles(positions, dtype, three=three)
+        if not self.query_growth:
+            return cos, sin
+        lengths = (positions[0] if three else positions) // self.query_length
+        factors = 1 + self.query_growth * jnp.log1p(lengths.astype(jnp.float32))
+        return cos, sin, factors.astype(dtype)[..., None, None]
 
     def angles(
         self, positions: jax.Array, dtype: jnp.dtype, *, three: bool = False
@@ -73,13 +88,15 @@ class Rotation:
 
     cos: jax.Array  # [..., T, 1, half]
     sin: jax.Array  # [..., T, 1, half]
-    rotate: Rotate = field(default=Rotate(), metadata={"static": True})
+    query_factors: jax.Array | None = None  # [..., T, 1, 1]
+    rotate: Rotate = field(default=Rotate(), kw_only=True, metadata={"static": True})
 
     def turn(self, *heads: jax.Array, interleaved: bool = False) -> Sequence[jax.Array]:
         """q [..., T, H, D] and k [..., T, K, D], or one of them, rotated."""
         if self.cos.shape[-1] == 0:
             return heads
-        return self.rotate(list(heads), self.cos, self.sin, interleaved=interleaved)
+        q, *others = self.rotate(list(heads), self.cos, self.sin, interleaved=interleaved)
+        return self._scaled(q), *others
 
     def split(
         self, joined: jax.Array, heads: tuple[int, int, int], *, interleaved: bool = False
@@ -91,12 +108,29 @@ class Rotation:
             q, k, v = self.rotate.split(
                 joined, self.cos, self.sin, heads=heads, interleaved=interleaved
             )
-        return q, k, v
+        return self._scaled(q), k, v
+
+    def _scaled(self, q: jax.Array) -> jax.Array:
+        return q if self.query_factors is None else q * self.query_factors
 
 
 def interleaved(ropes: Sequence[Rope]) -> tuple[Rope, ...]:
     """The same, turning neighbouring dimensions."""
     return tuple(replace(rope, interleaved=True) for rope in ropes)
+
+
+def scaled_queries(ropes: Sequence[Rope], parameters: dict[str, Any]) -> tuple[Rope, ...]:
+    """The same with the scaling of queries that `rope_parameters` name, if they do."""
+    growth = parameters.get("llama_4_scaling_beta")
+    if not growth:
+        return tuple(ropes)
+    length = parameters.get("original_max_position_embeddings")
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(
+            f"llama_4_scaling_beta needs original_max_position_embeddings in rope_parameters, a positive integer, got "
+            f"{length!r}"
+        )
+    return tuple(replace(rope, query_growth=growth, query_length=length) for rope in ropes)
 
 
 def only_with_window(ropes: Sequence[Rope], windows: Sequence[int | None]) -> tuple[Rope, ...]:
@@ -109,10 +143,10 @@ def layer_ropes(
     hf: PretrainedConfig,
     layer_types: Sequence[str],
     *,
-    head_dims: Mapping[str, int],
+    head_dim: int | Mapping[str, int],
     max_model_len: int,
 ) -> tuple[Rope, ...]:
-    """The Rope of each layer. `hf.rope_parameters` is one set, or one per layer type (Gemma 3), as are `head_dims`.
+    """The Rope of each layer. `hf.rope_parameters` is one set, or one per layer type (Gemma 3), as may be `head_dim`.
 
     Adds missing parameters to `hf`, as transformers does when it creates a model.
     """
@@ -123,7 +157,8 @@ def layer_ropes(
     ropes = {}
     for kind in dict.fromkeys(layer_types):
         chosen = parameters[kind] if nested else parameters
-        ropes[kind] = _rope(chosen, hf, head_dims[kind], max_model_len)
+        dim = head_dim if isinstance(head_dim, int) else head_dim[kind]
+        ropes[kind] = _rope(chosen, hf, dim, max_model_len)
     return tuple(ropes[kind] for kind in layer_types)
 
 

@@ -22,10 +22,12 @@ class Source:
 class Stacked:
     """A parameter [X, ...] of experts: entry x consists of the rows of the tensors `parts[x]`, concatenated.
 
-    Alternatively a checkpoint may have all experts in a tensor with the parameter's name.
+    Alternatively a checkpoint may have all experts in a tensor with the parameter's name. turns: that is what is saved,
+    as [X, I, O] of a parameter [X, O, I]; both are read, as transformers does.
     """
 
     parts: tuple[tuple[str, ...], ...]
+    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ Place = Source | Stacked | Rearranged
 def renamed(place: Place, rename: Callable[[str], str]) -> Place:
     """The place with renamed tensors."""
     if isinstance(place, Stacked):
-        return Stacked(tuple(tuple(rename(name) for name in part) for part in place.parts))
+        parts = tuple(tuple(rename(name) for name in part) for part in place.parts)
+        return replace(place, parts=parts)
     return replace(place, tensor=rename(place.tensor))
 
 
@@ -75,6 +78,12 @@ def layer_of(name: str) -> int | None:
     """The decoder layer that a tensor belongs to; None: to none."""
     found = _LAYER.match(name)
     return None if found is None else int(found[1])
+
+
+def further_layer(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor belongs to a layer after the last one, which predicts further tokens."""
+    layer = layer_of(name)
+    return layer is not None and layer >= config.num_layers
 
 
 def shared_kv(config: ModelConfig, name: str) -> bool:
@@ -175,6 +184,14 @@ def separate_experts(config: ModelConfig) -> dict[str, Place]:
     return _experts(config, "mlp", ("gate_proj", "up_proj"), "down_proj")
 
 
+def turned_experts(config: ModelConfig) -> dict[str, Place]:
+    """Qwen3-VL: all experts in one tensor, inputs before outputs. Tools that quantise them write the same as above."""
+    return {
+        path: replace(place, turns=True) if isinstance(place, Stacked) else place
+        for path, place in separate_experts(config).items()
+    }
+
+
 def mixtral_experts(config: ModelConfig) -> dict[str, Place]:
     """The same with Mixtral's names."""
     assert config.experts is not None
@@ -193,8 +210,8 @@ def gemma4_experts(config: ModelConfig) -> dict[str, Place]:
         return {}
     theirs = {
         "gate.weight": "router.proj.weight",
-        "input_scale": "router.scale",
-        "per_expert_scale": "router.per_expert_scale",
+        "gate.input_scale": "router.scale",
+        "gate.per_expert_scale": "router.per_expert_scale",
         "experts.gate_up_proj": "experts.gate_up_proj",
         "experts.down_proj": "experts.down_proj",
     }
@@ -203,6 +220,25 @@ def gemma4_experts(config: ModelConfig) -> dict[str, Place]:
         for i in config.experts.layers
         for ours, their in theirs.items()
     }
+
+
+_CORRECTION = "e_score_correction_bias"
+
+
+def minimax_experts(config: ModelConfig) -> dict[str, Place]:
+    """The same, with a correction of each router."""
+    assert config.experts is not None
+    return mixtral_experts(config) | {
+        f"model.layers.{i}.mlp.gate.{_CORRECTION}": Source(
+            f"model.layers.{i}.block_sparse_moe.{_CORRECTION}"
+        )
+        for i in config.experts.layers
+    }
+
+
+def minimax_name(name: str) -> str | None:
+    """In transformers 5 the correction is beside the router."""
+    return name.replace(f".mlp.{_CORRECTION}", f".mlp.gate.{_CORRECTION}")
 
 
 def _experts(

@@ -95,11 +95,11 @@ def hidden_states(
 
     def begin(constants, token_ids, positions):
         x = devices.replicated(decoder(constants).embed(token_ids))
-        return x, [rope.angles(positions, x.dtype) for rope in ropes]
+        return x, [rope.arrays(positions, x.dtype) for rope in ropes]
 
     decoder, table = model.part("model")
-    x, angles = by_tiles(begin, num_tokens, table, batch.token_ids, batch.positions)
-    rotations = dict(zip(ropes, angles, strict=True))
+    x, arrays = by_tiles(begin, num_tokens, table, batch.token_ids, batch.positions)
+    rotations = dict(zip(ropes, arrays, strict=True))
     lens = jnp.where(is_token, batch.positions + 1, 0)
     pool = list(kv_pool)
     for index, rope in enumerate(config.ropes):
@@ -113,7 +113,7 @@ def hidden_states(
             tiled.finish,
             num_tokens,
             (weights, pool[array]),
-            *(x, *rotations[rope], q, tables, lens),
+            *(x, q, tables, lens, *rotations[rope]),
         )
 
     def end(constants, x):
@@ -136,26 +136,25 @@ class TiledLayer:
     layer: Part
     devices: Devices
 
-    def project(self, weights: Any, x: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
-        """q [T, H, D], k and v [T, K, D] of a layer, rotated."""
+    def project(self, weights: Any, x: jax.Array, *rotation: jax.Array) -> Any:
+        """q [T, H, D], k and v [T, K, D] of a layer, rotated. rotation: of `Rope.arrays`."""
         found: list[tuple[jax.Array, ...]] = []
 
         def record(index, q, k, v, **options):
             found.append((q, k, v))
             return q
 
-        self.layer(weights)(x, Rotation(cos, sin), record)
+        self.layer(weights)(x, Rotation(*rotation), record)
         return self.devices.by_head(*found[0])
 
     def finish(
         self,
         constants: Any,
         x: jax.Array,
-        cos: jax.Array,
-        sin: jax.Array,
         q: jax.Array,
         tables: jax.Array,
         lens: jax.Array,
+        *rotation: jax.Array,
     ) -> jax.Array:
         """The output of a layer for x [T, E], once the keys that its tokens see are in the pool."""
         weights, pool = constants
@@ -169,7 +168,7 @@ class TiledLayer:
             own = self.devices.on_shares(attend_own, num_others=3)
             return own(pool, q, k, v, tables, lens, starts)[1]
 
-        return self.devices.replicated(self.layer(weights)(x, Rotation(cos, sin), attend))
+        return self.devices.replicated(self.layer(weights)(x, Rotation(*rotation), attend))
 
 
 def logits_of(

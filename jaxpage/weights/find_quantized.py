@@ -19,7 +19,8 @@ from jaxpage.weights.safetensors import StoredTensor
 _UNUSED = tuple(
     f".{name}"
     for name in (
-        *("input_scale", "input_zero_point", "output_scale", "output_zero_point"),
+        *("input_scale", "activation_scale", "input_zero_point"),
+        *("output_scale", "output_zero_point"),
         *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale"),
         *("k_zero_point", "v_zero_point", "q_zero_point"),
     )

@@ -170,7 +170,11 @@ def _tensors(arrays: Arrays, config: ModelConfig) -> dict[str, Tensor]:
     rows: dict[str, list[tuple[int, Any]]] = {}
     for path, array in arrays.items():
         place = places.get(path, Source(path))
-        if isinstance(place, Stacked):
+        if isinstance(place, Stacked) and place.turns:
+            # transformers, and so `weights.stored`, turns what has another shape than the parameter.
+            turns = array.shape[1] != array.shape[2]
+            tensors[path] = [Part(array, (), Rearranged(path, alternates=False, turns=turns))]
+        elif isinstance(place, Stacked):
             tensors |= _parts_of_experts(array, place)
         elif isinstance(place, Rearranged):
             tensors[place.tensor] = [Part(array, (), place)]

@@ -198,6 +198,8 @@ def stored_parameter(
         rows = Rows(first, place.start, place.stop)
         _check_shape(first, rows.shape, shape, path, shape)
         return rows
+    if isinstance(place, Stacked) and names == (path,) and place.turns and first.shape != shape:
+        return _reordered(first, Rearranged(path, alternates=False, turns=True), shape, path)
     if isinstance(place, Source) or names == (path,) and isinstance(place, Stacked):
         _check_shape(first, first.shape, shape, path, shape)
         return first
@@ -215,8 +217,12 @@ def stored_parameter(
         _check_shape(scales, scales.shape, packed, path, shape)
         _check_shape(blocks, (*shape[:2], packed[2] * 32), shape, path, shape)
         return Reordered(Mxfp4(blocks, scales), turns=False, alternates=place.alternates)
-    reordered = Reordered(first, turns=place.turns, alternates=place.alternates)
-    _check_shape(first, reordered.shape, shape, path, shape)
+    return _reordered(first, place, shape, path)
+
+
+def _reordered(tensor: Stored, place: Rearranged, shape: tuple[int, ...], path: str) -> Reordered:
+    reordered = Reordered(tensor, turns=place.turns, alternates=place.alternates)
+    _check_shape(tensor, reordered.shape, shape, path, shape)
     return reordered
 
 

@@ -18,7 +18,7 @@ def recounted(path, sequences) -> np.ndarray:
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     routers = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
-    counts = np.zeros((len(routers), model.config.num_experts), np.int64)
+    counts = np.zeros((len(routers), routers[0].num_experts), np.int64)
 
     def counted(layer):
         def hook(module, inputs, outputs):
@@ -36,10 +36,14 @@ def recounted(path, sequences) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_counts_are_those_of_transformers(num_devices, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "num_devices", "num_experts"),
+    [("qwen3_moe", 1, 16), ("qwen3_moe", 2, 16), ("glm4_moe", 2, 12)],
+)
+def test_counts_are_those_of_transformers(family, num_devices, num_experts, tmp_path):
     """Of prompts in chunks beside rows that decode, with padding. Nothing is computed for the last tokens."""
-    path = mixtures.build("qwen3_moe", 1, tmp_path, num_hidden_layers=3)
+    first = {"first_k_dense_replace": 1} if family == "glm4_moe" else {}
+    path = mixtures.build(family, 1, tmp_path, num_hidden_layers=3, **first)
     llm = checkpoints.make_llm(
         path,
         record_expert_load=True,
@@ -54,7 +58,7 @@ def test_counts_are_those_of_transformers(num_devices, tmp_path):
     answers = checkpoints.answers(llm, prompts, params)
     expected = recounted(path, [p + a[:-1] for p, (a, _) in zip(prompts, answers, strict=True)])
     stats = llm.stats()
-    assert expected.shape == (2, 16)  # the first of three layers has no experts
+    assert expected.shape == (2, num_experts)  # the first of three layers has no experts
     np.testing.assert_array_equal(stats.expert_load, expected)
     np.testing.assert_allclose(stats.expert_imbalance, expected.max(1) / expected.mean(1))
     assert stats.num_recompiles == 0

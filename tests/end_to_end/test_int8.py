@@ -17,7 +17,9 @@ NUM_TOKENS = 12
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen2_moe", pytest.param("glm4_moe", marks=pytest.mark.deep)]
+)
 def test_the_engine_computes_what_the_rounded_model_computes(family, tmp_path):
     path = (mixtures if family in mixtures.VARIANTS else checkpoints).build(family, 0, tmp_path)
     llm = checkpoints.make_llm(

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpage import BeamSearchParams, SamplingParams
 from jaxpage.replay import replay
-from tests import checkpoints, dense_families
+from tests import checkpoints, dense_families, mixtures
 from tests.adapters import lora, merged, save_adapter
 from tests.end_to_end.test_parity import log_softmax, prompts_of, torch_logits_of
 from tests.few_programs import few_programs
@@ -255,6 +255,14 @@ def test_a_family_whose_mlp_has_no_gate(tmp_path):
         {"rank": 3, "targets": ("c_proj",)},
     ]
     check_family(Adapted(tmp_path, "starcoder2", 0, kinds, dense_families.build))
+
+
+@pytest.mark.slow
+def test_a_family_with_experts(tmp_path):
+    """GLM-4.5: adapters of its attention, without its experts."""
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    kinds = [{"rank": 4, "targets": attention}, {"rank": 3, "targets": ("v_proj",)}]
+    check_family(Adapted(tmp_path, "glm4_moe", 0, kinds, mixtures.build))
 
 
 def check_family(adapted):

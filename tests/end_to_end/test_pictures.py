@@ -26,6 +26,7 @@ from tests.picture_models import (
     pixels,
     qwen2_5_vl_config,
     qwen3_vl_config,
+    qwen3_vl_moe_config,
 )
 
 # Tokens that stand for pictures in a prompt, and do not in an answer: transformers would miss the pictures.
@@ -33,7 +34,11 @@ NEVER = range(START, VIDEO + 1)
 GREEDY = SamplingParams(
     temperature=0, max_tokens=64, ignore_eos=True, logit_bias=dict.fromkeys(NEVER, -100.0)
 )
-CONFIGS = {"qwen2_5_vl": qwen2_5_vl_config, "qwen3_vl": qwen3_vl_config}
+CONFIGS = {
+    "qwen2_5_vl": qwen2_5_vl_config,
+    "qwen3_vl": qwen3_vl_config,
+    "qwen3_vl_moe": qwen3_vl_moe_config,
+}
 PIXELS = {"min_pixels": 784, "max_pixels": 130 * 784}
 
 
@@ -155,6 +160,8 @@ def answers(llm: LLM, prompts=None, params=GREEDY) -> list[list[int]]:
         ("qwen2_5_vl", "videos"),
         ("qwen3_vl", "pictures"),
         ("qwen3_vl", "videos"),
+        ("qwen3_vl_moe", "pictures"),
+        ("qwen3_vl_moe", "videos"),
     ],
 )
 def test_greedy_tokens_equal_transformers(families, name, given):

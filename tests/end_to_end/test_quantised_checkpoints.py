@@ -30,6 +30,7 @@ CASES = [
     ("qwen3_moe", "fp8-block", 6),
     ("mixtral", "awq-g32", 8),
     ("olmoe", "ct-w8a16", 8),
+    ("glm4_moe", "awq-g32", 10),
     ("llama", "ct-w4a16-asym", 8),
     ("mistral", "gptq-8-g128", 8),
     ("qwen3", "ct-fp8-dynamic", 8),

@@ -63,7 +63,11 @@ def test_the_scores_of_a_prompt_do_not_depend_on_chunks(path):
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.deep) for f in ("cohere2", "olmo3"))]
+    "family",
+    [
+        "gemma3",
+        *(pytest.param(f, marks=pytest.mark.deep) for f in ("cohere2", "olmo3", "ministral3")),
+    ],
 )
 def test_families(family, tmp_path):
     """Windows, norms after their layers, parallel layers: alone, and in chunks among others. And it is the model."""

@@ -24,6 +24,7 @@ from tests.end_to_end.test_tensor_parallel import (
 FAMILIES = {
     "qwen2_5_vl": (picture_models.qwen2_5_vl_config, test_pictures),
     "qwen3_vl": (picture_models.qwen3_vl_config, test_pictures),
+    "qwen3_vl_moe": (picture_models.qwen3_vl_moe_config, test_pictures),
     "gemma3": (picture_models.gemma3_config, test_gemma3_pictures),
 }
 FEW_BLOCKS = 60  # for the longest prompt, its answer and little else

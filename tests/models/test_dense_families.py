@@ -30,6 +30,7 @@ def config_of(family: str, variant: int = 0, **overrides) -> transformers.Pretra
             "no_rope_layers has 1 entries for 4 layers",
         ),
         ("starcoder2", {"hidden_act": "relu6"}, "Starcoder2ForCausalLM: activation 'relu6'"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
         ("olmo2", {"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
     ],
 )

@@ -195,9 +195,9 @@ def test_a_trainer_can_split_update_and_merge_the_model(dtype, checkpoint):
 
 
 def test_a_family_is_added_by_one_registry_entry(tmp_path, monkeypatch):
-    from transformers import MinistralConfig
+    from transformers import CwmConfig
 
-    config = MinistralConfig(
+    config = CwmConfig(
         **checkpoints.shape(4, 2, layers=3, head_dim=16),
         vocab_size=checkpoints.VOCAB_SIZE,
         intermediate_size=48,
@@ -205,10 +205,10 @@ def test_a_family_is_added_by_one_registry_entry(tmp_path, monkeypatch):
         sliding_window=11,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )
-    path = checkpoints.save(config, tmp_path, seed="ministral")
-    with pytest.raises(ValueError, match="MinistralForCausalLM is not supported"):
+    path = checkpoints.save(config, tmp_path, seed="cwm")
+    with pytest.raises(ValueError, match="CwmForCausalLM is not supported"):
         loaded(path)
-    monkeypatch.setitem(REGISTRY, "MinistralForCausalLM", Family())
+    monkeypatch.setitem(REGISTRY, "CwmForCausalLM", Family())
     token_ids = tokens(1, 120)
     expected = checkpoints.torch_logits(path, token_ids)
     np.testing.assert_allclose(logits(loaded(path), token_ids), expected, atol=1e-4, rtol=0)

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 CONFIGS = {
     "qwen2_5_vl": picture_models.qwen2_5_vl_config,
     "qwen3_vl": picture_models.qwen3_vl_config,
+    "qwen3_vl_moe": picture_models.qwen3_vl_moe_config,
 }
 SIZES = [(28, 28), (1500, 900), (90, 1500), (300, 240)]  # height, width
 LIMITS = {"min_pixels": 784, "max_pixels": 130 * 784}
@@ -100,7 +101,9 @@ def family(request, tmp_path_factory) -> Family:
     return Family(request.param, tmp_path_factory.mktemp(request.param))
 
 
-each_family = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+each_family = pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"], indirect=True
+)
 
 
 @each_family

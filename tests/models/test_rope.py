@@ -47,9 +47,7 @@ def test_frequencies_are_those_of_transformers_at_max_model_len(parameters, max_
     config.rope_parameters = parameters | {"rope_theta": theta}
     compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
     inv_freq, scale = compute(config, "cpu", seq_len=max_model_len)
-    rope = layer_ropes(
-        config, ["full_attention"], head_dims={"full_attention": 64}, max_model_len=max_model_len
-    )[0]
+    rope = layer_ropes(config, ["full_attention"], head_dim=64, max_model_len=max_model_len)[0]
     np.testing.assert_allclose(rope.inv_freq, inv_freq.numpy(), rtol=3e-7)
     assert rope.scale == pytest.approx(scale, rel=1e-6)
 
@@ -78,9 +76,7 @@ def test_the_length_of_pretraining_beside_the_parameters_counts(parameters, insi
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     inv_freq, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=3000)
     read = load_hf_config(str(tmp_path))
-    (rope,) = layer_ropes(
-        read, ["full_attention"], head_dims={"full_attention": 64}, max_model_len=3000
-    )
+    (rope,) = layer_ropes(read, ["full_attention"], head_dim=64, max_model_len=3000)
     np.testing.assert_allclose(rope.inv_freq, inv_freq.numpy(), rtol=3e-7)
     assert rope.scale == pytest.approx(scale, rel=1e-6)
 
@@ -108,9 +104,7 @@ def test_three_positions_turn_their_own_frequencies_as_in_transformers(interleav
     parameters["mrope_interleaved"] = interleaved
     config = transformers.LlamaConfig(hidden_size=128, num_attention_heads=4)
     config.rope_parameters = parameters
-    (rope,) = layer_ropes(
-        config, ["full_attention"], head_dims={"full_attention": 32}, max_model_len=4096
-    )
+    (rope,) = layer_ropes(config, ["full_attention"], head_dim=32, max_model_len=4096)
     angles = jax.jit(lambda positions: rope.angles(positions, jnp.float32, three=True))(positions)
     (rotated,) = jax.jit(rotate)([x], *angles)
     expected = rotated_by_transformers(x, positions, config, interleaved)
@@ -150,6 +144,4 @@ def test_sections_that_do_not_fit_the_head_are_refused():
     config = transformers.LlamaConfig(hidden_size=128, num_attention_heads=4)
     config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 7]}
     with pytest.raises(ValueError, match=r"mrope_section \[4, 6, 7\] .* sum 16"):
-        layer_ropes(
-            config, ["full_attention"], head_dims={"full_attention": 32}, max_model_len=4096
-        )
+        layer_ropes(config, ["full_attention"], head_dim=32, max_model_len=4096)

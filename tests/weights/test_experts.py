@@ -23,9 +23,10 @@ from jaxpage.weights.safetensors import StoredTensor
 from jaxpage.weights.save import save
 from jaxpage.weights.spec import variables
 from jaxpage.weights.stored import mxfp4_values
-from tests import checkpoints, mixtures
+from tests import checkpoints, mixtures, picture_models
 
 LAYER = "model.layers.0.mlp.experts"
+VL_LAYER = "model.language_model.layers.0.mlp.experts"  # of Qwen3-VL in checkpoints
 SIZES = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of mxfp4
 
 
@@ -72,7 +73,7 @@ def test_experts_are_stacked_gate_before_up(mixtral):
         np.testing.assert_array_equal(model[f"{LAYER}.down_proj"][x], stored[f"{names}.w2.weight"])
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "minimax_m2"])
 def test_checkpoints_with_stacked_experts_are_the_same_model(family, tmp_path):
     """As transformers 5 has them in memory, and can write them."""
     import transformers
@@ -133,7 +134,10 @@ def test_experts_of_one_layer_at_a_time_are_in_memory(tmp_path, monkeypatch):
     [
         ("mixtral", 1),
         ("qwen2_moe", 0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("olmoe", 0), ("gpt_oss", 2))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("olmoe", 0), ("gpt_oss", 2), ("glm4_moe", 1), ("minimax_m2", 1))
+        ),
     ],
 )
 def test_what_is_saved_is_what_was_loaded(family, variant, tmp_path):
@@ -155,6 +159,89 @@ def test_to_orbax_and_back_is_bitwise_the_same(family, variant, tmp_path):
     assert stored.keys() == expected.keys()
     for name, array in expected.items():
         assert stored[name].tobytes() == array.tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def qwen3_vl(tmp_path_factory) -> Path:
+    """As transformers 5 saves it, with all experts in one tensor in the order of memory."""
+    config = picture_models.qwen3_vl_moe_config()
+    return picture_models.save(config, tmp_path_factory.mktemp("qwen3_vl"), seed="qwen3_vl")
+
+
+def separated(experts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A tensor for each projection of each expert, of arrays [X, O, I] of all."""
+    found = {}
+    for name, array in experts.items():
+        layer, _, projection = name.rpartition(".")
+        parts = {projection: array}
+        if projection == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), np.split(array, 2, axis=1), strict=True))
+        for part, of_all in parts.items():
+            weights = (f"{layer}.{x}.{part}.weight" for x in range(len(of_all)))
+            found |= {weight: one.copy() for weight, one in zip(weights, of_all, strict=True)}
+    return found
+
+
+def test_experts_may_have_inputs_before_outputs(qwen3_vl, tmp_path):
+    """Qwen3-VL: what was released, and a tensor for each projection, as tools write that quantise experts."""
+    stored = tensors(qwen3_vl)
+    experts = {name: array for name, array in stored.items() if ".experts." in name}
+    assert len(experts) == 4 and experts[f"{VL_LAYER}.gate_up_proj"].shape == (6, 40, 48)
+    others = {name: array for name, array in stored.items() if name not in experts}
+    turned = {name: array.swapaxes(1, 2).copy() for name, array in experts.items()}
+    expected = values(loaded(qwen3_vl))
+    for form, given in (("turned", turned), ("separate", separated(experts))):
+        path = copy_with(qwen3_vl, tmp_path / form, others | given)
+        got = values(loaded(path))
+        assert got.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(got[name], array)
+    # What is saved is as released.
+    save(loaded(qwen3_vl), tmp_path / "saved", files=qwen3_vl, format="safetensors")
+    saved = tensors(tmp_path / "saved")
+    for name, array in turned.items():
+        np.testing.assert_array_equal(saved[name.replace(".language_model", "")], array)
+    wrong = others | turned | {f"{VL_LAYER}.gate_up_proj": turned[f"{VL_LAYER}.gate_up_proj"][:5]}
+    refused(
+        copy_with(qwen3_vl, tmp_path / "wrong", wrong),
+        r"gate_up_proj has shape \[5, 48, 40\] .* wants \[6, 40, 48\]",
+    )
+
+
+def test_layers_after_the_last_are_not_used(tmp_path):
+    """GLM-4.5 has one that predicts a second token; a converted checkpoint has none."""
+    path = mixtures.build("glm4_moe", 0, tmp_path / "hf")
+    stored = tensors(path)
+    more = {
+        name.replace("layers.1", "layers.2"): 1 - array
+        for name, array in stored.items()
+        if ".layers.1." in name
+    }
+    more["model.layers.2.shared_head.norm.weight"] = stored["model.norm.weight"]
+    longer = copy_with(path, tmp_path / "longer", stored | more)
+    expected, got = values(loaded(path)), values(loaded(longer))
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(got[name], array)
+    back = convert(longer, tmp_path / "converted", format="safetensors")
+    assert tensors(back).keys() == stored.keys()
+    # Other families have no such layers.
+    mixtures.build("olmoe", 0, tmp_path / "olmoe")
+    stored = tensors(tmp_path / "olmoe")
+    other = stored | {"model.layers.2.input_layernorm.weight": stored["model.norm.weight"]}
+    refused(
+        copy_with(tmp_path / "olmoe", tmp_path / "other", other),
+        "has model.layers.2.input_layernorm.weight, which the model does not know",
+    )
+
+
+def test_corrections_of_routers_stay_float32(tmp_path):
+    path = mixtures.build("glm4_moe", 0, tmp_path)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model = load(abstract(path, "bfloat16"), path, use_tqdm=False)
+    correction = values(model)[name]
+    assert correction.dtype == np.float32
+    np.testing.assert_array_equal(correction, tensors(path)[name])
 
 
 def test_dummy_weights_of_experts_are_spread_as_the_config_says(mixtral):

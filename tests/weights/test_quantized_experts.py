@@ -20,8 +20,9 @@ from jaxpage.weights.quantized_layers import quantized_weights
 from jaxpage.weights.save import save
 from jaxpage.weights.spec import specs, variables
 from jaxpage.weights.transform import choose_experts
-from tests import mixtures
+from tests import mixtures, picture_models
 from tests.quantized_checkpoints import FORMATS, write
+from tests.weights.test_experts import copy_with, separated, tensors
 from tests.weights.test_quantized import abstract, values
 
 SIZES = {
@@ -93,6 +94,24 @@ def test_what_cannot_stay_packed_is_dequantised(name, source, tmp_path):
     model = load(abstract(tmp_path), tmp_path, use_tqdm=False)
     assert not of_experts({paths.data: paths for paths in quantized_weights(specs(model))})
     assert_as_floats(model, tmp_path)
+
+
+@pytest.mark.slow
+def test_experts_of_a_model_that_takes_pictures_stay_packed(tmp_path):
+    """Qwen3-VL, whose floats are in one tensor, and what is quantised in one for each projection."""
+    config = picture_models.qwen3_vl_moe_config(out_hidden_size=128)
+    # Whole groups of inputs.
+    text = config.text_config
+    text.hidden_size, text.num_attention_heads = 128, 8
+    text.intermediate_size = text.moe_intermediate_size = 64
+    source = picture_models.save(config, tmp_path / "source", seed="packed")
+    stored = tensors(source)
+    experts = {name: stored.pop(name) for name in list(stored) if ".experts." in name}
+    source = copy_with(source, tmp_path / "separate", stored | separated(experts))
+    write(source, tmp_path / "packed", FORMATS["awq-g32"], ignore=["lm_head", "visual"])
+    model = load(abstract(tmp_path / "packed"), tmp_path / "packed", use_tqdm=False)
+    assert model.model.layers[0].mlp.experts.gate_up_proj[...].dtype == np.uint8
+    assert_as_floats(model, tmp_path / "packed")
 
 
 @pytest.mark.slow
