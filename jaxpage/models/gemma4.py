@@ -237,7 +237,9 @@ def gemma4(config: ModelConfig) -> CausalLM:
 def gemma4_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
-    """ModelConfig of a Gemma4ForCausalLM, or of the text part of a Gemma4ForConditionalGeneration."""
+    """ModelConfig of a Gemma4ForCausalLM, or of the text part of a Gemma4ForConditionalGeneration; also of Gemma 4
+    Unified.
+    """
     architecture = (hf.architectures or ["?"])[0]
     tied = bool(hf.tie_word_embeddings)
     text = hf.get_text_config()
@@ -268,8 +270,9 @@ def gemma4_config(
         gemma4=Gemma4Options(
             values_are_keys=bool(text.attention_k_eq_v),
             wide_shared_mlp=bool(text.use_double_wide_mlp),
-            per_layer_size=text.hidden_size_per_layer_input or 0,
-            per_layer_vocab_size=text.vocab_size_per_layer_input,
+            # Gemma 4 Unified has neither these nor experts.
+            per_layer_size=getattr(text, "hidden_size_per_layer_input", None) or 0,
+            per_layer_vocab_size=getattr(text, "vocab_size_per_layer_input", 0),
         ),
         experts=_experts(text),
     )
@@ -287,7 +290,7 @@ def _check_sharing(text: PretrainedConfig) -> None:
 
 
 def _experts(text: PretrainedConfig) -> ExpertsConfig | None:
-    if not text.enable_moe_block:
+    if not getattr(text, "enable_moe_block", False):
         return None
     return ExpertsConfig(
         layers=tuple(range(text.num_hidden_layers)),

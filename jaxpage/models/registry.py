@@ -6,7 +6,7 @@ Knows families; must not know devices, meshes or files.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,6 +99,10 @@ class Family:
     text_only: Family | None = None
 
 
+_GEMMA_4 = Family(
+    config_from_hf=gemma4_config, module=gemma4, weight_map=gemma4_experts, is_idle=shared_kv
+)
+
 REGISTRY: dict[str, Family] = {
     "Cohere2ForCausalLM": Family(config_from_hf=cohere2_config, module=cohere),
     "CohereForCausalLM": Family(config_from_hf=cohere_config, module=cohere),
@@ -117,16 +121,10 @@ REGISTRY: dict[str, Family] = {
         # Kernels support it, and trainers have no tower.
         text_only=Family(config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part),
     ),
-    "Gemma4ForCausalLM": Family(
-        config_from_hf=gemma4_config, module=gemma4, weight_map=gemma4_experts, is_idle=shared_kv
-    ),
-    "Gemma4ForConditionalGeneration": Family(
-        config_from_hf=gemma4_config,
-        module=gemma4,
-        weight_map=gemma4_experts,
-        tensor_name=text_part,
-        is_idle=shared_kv,
-    ),
+    "Gemma4ForCausalLM": _GEMMA_4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA_4, tensor_name=text_part),
+    "Gemma4UnifiedForCausalLM": _GEMMA_4,
+    "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA_4, tensor_name=text_part),
     "GemmaForCausalLM": Family(config_from_hf=gemma1_config, module=gemma1),
     "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
     "Glm4MoeForCausalLM": Family(
