@@ -21,7 +21,7 @@ from jaxpage.models.decoder import CausalLM
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.rl.logprobs import logprobs
 from jaxpage.rl.rollout import Padded
-from jaxpage.runner.strict import hidden_states, logits_of, token_logprobs
+from jaxpage.runner.strict import hidden_states, logits_of, token_logprobs, unsupported_models
 from jaxpage.runner.tiles import TILE
 
 
@@ -30,8 +30,11 @@ def strict_logprobs(
 ) -> jax.Array:
     """float32[N, L]: as `logprobs`, bit for bit those of a strict sampler with that `block_size`; differentiable.
 
-    Holds the KV of all rows, and the logits of a few tokens at a time.
+    Holds the KV of all rows, and the logits of a few tokens at a time. Raises ValueError for models that no strict
+    sampler takes.
     """
+    if wrong := unsupported_models(model.config):
+        raise ValueError(f"strict logprobs are not for {', '.join(wrong)}; take `logprobs`")
     graphdef, state = nnx.split(model)
     temperature = jnp.asarray(temperature, jnp.float32)
 

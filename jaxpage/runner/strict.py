@@ -63,15 +63,24 @@ def check_strict(config: ResolvedConfig, model: ModelConfig, platform: str) -> N
         "enable_lora=True": config.enable_lora,
         "a draft model": config.draft_model is not None,
         "enable_prompt_embeds=True": config.enable_prompt_embeds,
-        "models with experts": model.experts is not None,
-        "models whose layers differ in heads": model.full_heads is not None,
-        "models that take pictures": model.vision is not None,
     }
-    if wrong := [name for name, is_so in reasons.items() if is_so]:
+    wrong = [*(name for name, is_so in reasons.items() if is_so), *unsupported_models(model)]
+    if wrong:
         raise ValueError(
             f'numerics="strict" is not for {", ".join(wrong)}; take numerics="fast", whose tokens are the same in '
             "every batch as well, but not the last bits of their logprobs"
         )
+
+
+def unsupported_models(model: ModelConfig) -> list[str]:
+    """Which models that cannot be computed by tiles this one is among."""
+    kinds = {
+        "models with experts": model.experts is not None,
+        # Its layers differ in heads, share keys and values, and have embeddings of their own.
+        "Gemma 4": model.gemma4 is not None,
+        "models that take pictures": model.vision is not None,
+    }
+    return [name for name, is_so in kinds.items() if is_so]
 
 
 def hidden_states(

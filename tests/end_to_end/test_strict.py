@@ -251,3 +251,11 @@ def test_a_gpu_needs_a_flag_of_its_compiler(path, monkeypatch):
     check_strict(config, model, "tpu")
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x {GPU_FLAG}")
     check_strict(config, model, "gpu")
+
+
+@pytest.mark.parametrize("variant", [0, 2])
+def test_layers_that_share_keys_are_refused(variant, tmp_path):
+    """Also where all layers have the same heads (2)."""
+    path = dense_families.build("gemma4", variant, tmp_path)
+    with pytest.raises(ValueError, match='numerics="strict" is not for Gemma 4; take'):
+        make_strict(path, "float32")

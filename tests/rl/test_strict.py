@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ import pytest
 from flax import nnx
 
 from jaxpage import SamplingParams
-from jaxpage.rl import ParityError, logprobs
+from jaxpage.rl import ParityError, load_module, logprobs
+from jaxpage.rl.strict import strict_logprobs
+from tests import dense_families
 from tests.rl.modules import Holder, change, in_layout, make_module, make_sampler, write_config
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, *range(20, 60)], [3, 4, 5], [9]]
@@ -134,3 +137,10 @@ def test_several_devices_are_refused(tmp_path):
     path = write_config(tmp_path)
     with pytest.raises(ValueError, match='numerics="strict" uses one device, not 2'):
         make_sampler(make_module(path), path, numerics="strict", tensor_parallel_size=2)
+
+
+def test_models_that_no_strict_sampler_takes_are_refused(tmp_path):
+    path = dense_families.build("gemma4", 2, tmp_path)
+    no_batch: Any = None
+    with pytest.raises(ValueError, match="strict logprobs are not for Gemma 4"):
+        strict_logprobs(load_module(str(path)), no_batch, block_size=8)
