@@ -33,13 +33,20 @@ LAST_POINT = "ln_final.hook_normalized"
 
 
 def points(config: ModelConfig) -> list[str]:
-    """All names for a model, in the order of computation. Mixtures of experts have no `hook_mlp_out`."""
+    """All names for a model, in the order of computation. Mixtures of experts have no `hook_mlp_out`, and layers that
+    read the keys and values of earlier ones no hooks for these.
+    """
     of_experts = () if config.experts is None else config.experts.layers
+
+    def missing(index: int) -> set[str]:
+        of_kv = {"attn.hook_k", "attn.hook_v"} if index >= config.num_kv_layers else set()
+        return of_kv | ({"hook_mlp_out"} if index in of_experts else set())
+
     blocks = [
         f"blocks.{index}.{name}"
         for index in range(config.num_layers)
         for name in _OF_A_BLOCK
-        if not (index in of_experts and name == "hook_mlp_out")
+        if name not in missing(index)
     ]
     return [*blocks, LAST_POINT]
 

@@ -60,13 +60,22 @@ class _Attention:
 
     def __init__(self, dense: DenseAttention, taps: Taps):
         self._dense, self._taps = dense, taps
+        self._num_calls = 0
+        self._kv: dict[int, tuple[jax.Array, jax.Array]] = {}  # of layers, after their hooks
 
     def __call__(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
     ) -> jax.Array:
-        def tap(name: str, value: jax.Array) -> jax.Array:
-            return self._taps(f"blocks.{layer}.attn.hook_{name}", value)
+        # `layer` may be an earlier one, whose keys and values this layer reads. Each layer calls once, in order.
+        index = self._num_calls
+        self._num_calls += 1
 
-        q, k, v = tap("q", q), tap("k", k), tap("v", v)
+        def tap(name: str, value: jax.Array) -> jax.Array:
+            return self._taps(f"blocks.{index}.attn.hook_{name}", value)
+
+        q = tap("q", q)
+        if index == layer:
+            self._kv[layer] = tap("k", k), tap("v", v)
+        k, v = self._kv[layer]
         weights = tap("pattern", self._dense.weights(q, k, **options))
         return tap("z", self._dense.combine(weights, v).astype(q.dtype))

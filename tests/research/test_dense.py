@@ -9,15 +9,19 @@ import pytest
 
 from jaxpage.research import points, run_with_cache, run_with_hooks
 from jaxpage.rl import load_module
-from tests import checkpoints
+from tests import checkpoints, dense_families
 
 TOKENS = np.random.default_rng(0).integers(3, checkpoints.VOCAB_SIZE, (2, 20))
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.slow), "gemma2"])
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "gemma4")]
+
+
+@pytest.fixture(scope="module", params=[*SLOW, "gemma2"])
 def case(request, tmp_path_factory):
     """A module, and what transformers says of its inside."""
-    path = checkpoints.build(request.param, 0, tmp_path_factory.mktemp(request.param))
+    builder = dense_families if request.param in dense_families.VARIANTS else checkpoints
+    path = builder.build(request.param, 0, tmp_path_factory.mktemp(request.param))
     return load_module(str(path)), inside(path)
 
 
@@ -48,7 +52,8 @@ def test_values_are_those_of_transformers(case):
         for name, value in pairs.items():
             np.testing.assert_allclose(cache[name], value, atol=1e-4, err_msg=name)
         z = cache[f"{block}.attn.hook_z"]
-        assert z.shape == (2, 20, module.config.num_heads, module.config.head_dim)
+        head_dim = module.config.kv_heads(index).head_dim
+        assert z.shape == (2, 20, module.config.num_heads, head_dim)
     np.testing.assert_allclose(
         cache["ln_final.hook_normalized"], theirs.hidden_states[-1], atol=1e-4
     )
@@ -71,18 +76,43 @@ def test_what_a_hook_returns_goes_on(case):
 
     plain, clean = run_with_cache(module, TOKENS)
     size = module.config.hidden_size
-    np.testing.assert_allclose(steered(jnp.zeros(size)), plain, atol=1e-5)
+    np.testing.assert_allclose(steered(jnp.zeros(size)), plain, atol=1e-4)
     changed = steered(jnp.ones(size))
     assert len(traced) == 1
-    np.testing.assert_allclose(changed[:, :5], plain[:, :5], atol=1e-5)
+    np.testing.assert_allclose(changed[:, :5], plain[:, :5], atol=1e-4)
     assert np.abs(changed[:, 5:] - plain[:, 5:]).max() > 0.01
     other, unclean = run_with_cache(module, (TOKENS + 1) % checkpoints.VOCAB_SIZE)
     assert np.abs(other - plain).max() > 0.1
     last = f"blocks.{module.config.num_layers - 1}.hook_resid_post"
     patched = run_with_hooks(module, TOKENS, [(last, lambda value, name: unclean[name])])
-    np.testing.assert_allclose(patched, other, atol=1e-5)
+    np.testing.assert_allclose(patched, other, atol=1e-4)
     looked = run_with_hooks(module, TOKENS, [("*", lambda value, name: None)])
-    np.testing.assert_allclose(looked, plain, atol=1e-5)
+    np.testing.assert_allclose(looked, plain, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gemma4"], indirect=True)
+def test_a_change_of_keys_reaches_all_layers_that_read_them(case):
+    """Layers 3 and 4 read those of layer 1."""
+    module, _ = case
+    _, clean = run_with_cache(module, TOKENS)
+    seen = []
+
+    def turn(value, name):
+        seen.append(name)
+        return -value
+
+    # What layers 3 and 4 get is the same: only layer 1's weights and theirs may change.
+    keep = lambda value, name: clean[name]  # noqa: E731
+    hooks = [("blocks.1.attn.hook_k", turn), ("blocks.*.hook_resid_post", keep)]
+    _, changed = run_with_cache(module, TOKENS, hooks=hooks)
+    assert seen == ["blocks.1.attn.hook_k"]
+    differ = [
+        index
+        for index in range(6)
+        if not np.allclose(*(x[f"blocks.{index}.attn.hook_pattern"] for x in (clean, changed)))
+    ]
+    assert differ == [1, 3, 4]
 
 
 @pytest.mark.slow
