@@ -254,6 +254,7 @@ def gemma4_config(
     full = text.per_layer_config[kinds.index(_FULL)] if _FULL in kinds else plain
     full_heads = KVHeads(full.num_key_value_heads, full.head_dim)
     is_different = full_heads != (plain.num_key_value_heads, plain.head_dim)
+    _check_full_heads(text, full_heads)
     return decoder_config(
         plain,
         dtype=dtype,
@@ -267,15 +268,35 @@ def gemma4_config(
         scales=Scales(
             embedding=text.hidden_size**0.5, logits_soft_cap=text.final_logit_softcapping
         ),
-        gemma4=Gemma4Options(
-            values_are_keys=bool(text.attention_k_eq_v),
-            wide_shared_mlp=bool(text.use_double_wide_mlp),
-            # Gemma 4 Unified has neither these nor experts.
-            per_layer_size=getattr(text, "hidden_size_per_layer_input", None) or 0,
-            per_layer_vocab_size=getattr(text, "vocab_size_per_layer_input", 0),
-        ),
+        gemma4=_options(text),
         experts=_experts(text),
     )
+
+
+def _options(text: PretrainedConfig) -> Gemma4Options:
+    # Gemma 4 Unified has neither embeddings for layers nor experts.
+    size = getattr(text, "hidden_size_per_layer_input", None) or 0
+    vocab_size = getattr(text, "vocab_size_per_layer_input", 0)
+    if size < 0 or (size and vocab_size < text.vocab_size):
+        raise ValueError(
+            f"embeddings for layers are {size} wide, of {vocab_size} tokens, and vocab_size is {text.vocab_size}: each "
+            "token must have one; check hidden_size_per_layer_input and vocab_size_per_layer_input in config.json"
+        )
+    return Gemma4Options(
+        values_are_keys=bool(text.attention_k_eq_v),
+        wide_shared_mlp=bool(text.use_double_wide_mlp),
+        per_layer_size=size,
+        per_layer_vocab_size=vocab_size,
+    )
+
+
+def _check_full_heads(text: PretrainedConfig, heads: KVHeads) -> None:
+    """Raises ValueError if layers without a window have impossible heads."""
+    if heads.num < 1 or text.num_attention_heads % heads.num:
+        raise ValueError(
+            f"{text.num_attention_heads} query heads cannot share {heads.num} KV heads evenly in layers without a "
+            "window; check num_attention_heads and num_global_key_value_heads in config.json"
+        )
 
 
 def _check_sharing(text: PretrainedConfig) -> None:
@@ -292,6 +313,11 @@ def _check_sharing(text: PretrainedConfig) -> None:
 def _experts(text: PretrainedConfig) -> ExpertsConfig | None:
     if not getattr(text, "enable_moe_block", False):
         return None
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if not isinstance(count := getattr(text, name), int) or count < 1:
+            raise ValueError(
+                f"{name} is {count!r} in config.json; with enable_moe_block it must be a positive integer"
+            )
     return ExpertsConfig(
         layers=tuple(range(text.num_hidden_layers)),
         num_experts=text.num_experts,

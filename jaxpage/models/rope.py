@@ -156,6 +156,8 @@ def layer_ropes(
     nested = any(isinstance(parameters.get(kind), dict) for kind in layer_types)
     ropes = {}
     for kind in dict.fromkeys(layer_types):
+        if nested and not isinstance(parameters.get(kind), dict):
+            raise ValueError(f"rope_parameters has nothing for {kind} layers; correct config.json")
         chosen = parameters[kind] if nested else parameters
         dim = head_dim if isinstance(head_dim, int) else head_dim[kind]
         ropes[kind] = _rope(chosen, hf, dim, max_model_len)

@@ -39,6 +39,13 @@ TOWERS = {
     },
     "gemma4_unified": {"vision_config": None, "audio_config": None},
 }
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 8,
+}
+ONE_ROPE = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
 CONFIGS = {"gemma4": transformers.Gemma4Config, "gemma4_unified": transformers.Gemma4UnifiedConfig}
 
 
@@ -103,6 +110,20 @@ def test_heads_that_are_alike_are_no_exception():
         ({"use_bidirectional_attention": "all"}, "is_causal is false"),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4 of 6 layers"),
         ({"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6 of 6 layers"),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "4 query heads .* 3 KV heads",
+        ),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 0},
+            "4 query heads .* 0 KV heads",
+        ),
+        ({"vocab_size_per_layer_input": 100}, "of 100 tokens, and vocab_size is 250"),
+        ({"hidden_size_per_layer_input": -1}, "embeddings for layers are -1 wide"),
+        ({"enable_moe_block": True}, "num_experts is None"),
+        (EXPERTS | {"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+        (EXPERTS | {"top_k_experts": 0}, "top_k_experts is 0"),
+        ({"rope_parameters": ONE_ROPE}, "rope_parameters has nothing for sliding_attention"),
     ],
 )
 def test_what_cannot_be_served_is_refused(text, message):
