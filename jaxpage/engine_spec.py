@@ -322,6 +322,11 @@ def make_engine_spec(
             "record_expert_load=True counts the tokens of experts, and "
             f"{model.config.architecture} has none: leave it out"
         )
+    if config.enable_prompt_embeds and model.config.gemma4 and model.config.gemma4.per_layer_size:
+        raise ValueError(
+            f"enable_prompt_embeds=True: {model.config.architecture} has an embedding of each token for each layer "
+            "too, and prompts of embeddings do not say of which token; leave it out"
+        )
     if config.research is not None:
         _check_research(config, model, mesh)
     num_devices = 1 if mesh is None else mesh.size
