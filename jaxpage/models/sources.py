@@ -23,11 +23,13 @@ class Stacked:
     """A parameter [X, ...] of experts: entry x consists of the rows of the tensors `parts[x]`, concatenated.
 
     Alternatively a checkpoint may have all experts in a tensor with the parameter's name. turns: that is what is saved,
-    as [X, I, O] of a parameter [X, O, I]; both are read, as transformers does.
+    as [X, I, O] of a parameter [X, O, I]; both are read, as transformers does. whole: that tensor has this name
+    instead, and is what is saved.
     """
 
     parts: tuple[tuple[str, ...], ...]
     turns: bool = False
+    whole: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def renamed(place: Place, rename: Callable[[str], str]) -> Place:
     """The place with renamed tensors."""
     if isinstance(place, Stacked):
         parts = tuple(tuple(rename(name) for name in part) for part in place.parts)
-        return replace(place, parts=parts)
+        return replace(place, parts=parts, whole=place.whole and rename(place.whole))
     return replace(place, tensor=rename(place.tensor))
 
 
@@ -205,21 +207,26 @@ def mixtral_experts(config: ModelConfig) -> dict[str, Place]:
 
 
 def gemma4_experts(config: ModelConfig) -> dict[str, Place]:
-    """Router and experts are modules of the layer."""
+    """Router and experts are modules of the layer. All experts are in one tensor; tools that quantise them write the same
+    as above.
+    """
     if config.experts is None:
         return {}
-    theirs = {
-        "gate.weight": "router.proj.weight",
-        "gate.input_scale": "router.scale",
-        "gate.per_expert_scale": "router.per_expert_scale",
-        "experts.gate_up_proj": "experts.gate_up_proj",
-        "experts.down_proj": "experts.down_proj",
+    routers = {
+        "gate.weight": "proj.weight",
+        "gate.input_scale": "scale",
+        "gate.per_expert_scale": "per_expert_scale",
     }
-    return {
-        f"model.layers.{i}.moe.{ours}": Source(f"model.layers.{i}.{their}")
-        for i in config.experts.layers
-        for ours, their in theirs.items()
-    }
+    places: dict[str, Place] = {}
+    for i in config.experts.layers:
+        layer = f"model.layers.{i}"
+        for ours, theirs in routers.items():
+            places[f"{layer}.moe.{ours}"] = Source(f"{layer}.router.{theirs}")
+    for path, place in _experts(config, None, ("gate_proj", "up_proj"), "down_proj").items():
+        assert isinstance(place, Stacked)
+        whole = path.replace(".mlp.", ".")
+        places[path.replace(".mlp.", ".moe.")] = replace(place, whole=whole)
+    return places
 
 
 _CORRECTION = "e_score_correction_bias"
@@ -242,14 +249,15 @@ def minimax_name(name: str) -> str | None:
 
 
 def _experts(
-    config: ModelConfig, module: str, gate_up: tuple[str, str], down: str
+    config: ModelConfig, module: str | None, gate_up: tuple[str, str], down: str
 ) -> dict[str, Place]:
+    """module: that has the experts in the checkpoint; None: the layer."""
     if config.experts is None:
         return {}
 
     def stacked(layer: int, *projections: str) -> Stacked:
         assert config.experts is not None
-        names = f"model.layers.{layer}.{module}.experts"
+        names = ".".join(filter(None, (f"model.layers.{layer}", module, "experts")))
         return Stacked(
             tuple(
                 tuple(f"{names}.{expert}.{each}.weight" for each in projections)

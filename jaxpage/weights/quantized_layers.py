@@ -88,9 +88,9 @@ def declare(model: CausalLM, quantization: Quantization, mesh: Mesh | None = Non
 def _form_of_experts(
     path: str, places: Mapping[str, Place], quantization: Quantization
 ) -> WeightFormat | None:
-    """The format of all experts' weights; None if it is not one, or if a tensor at `path` has them as floats."""
+    """The format of all experts' weights; None if it is not one, or if one tensor has them all, as floats."""
     place = places[path]
-    if not isinstance(place, Stacked) or quantization.ignores(path):
+    if not isinstance(place, Stacked) or quantization.ignores(place.whole or path):
         return None
     layers = (name.removesuffix(".weight") for part in place.parts for name in part)
     first, *others = map(quantization.format_of, layers)

@@ -174,6 +174,8 @@ def _tensors(arrays: Arrays, config: ModelConfig) -> dict[str, Tensor]:
             # transformers, and so `weights.stored`, turns what has another shape than the parameter.
             turns = array.shape[1] != array.shape[2]
             tensors[path] = [Part(array, (), Rearranged(path, alternates=False, turns=turns))]
+        elif isinstance(place, Stacked) and place.whole is not None:
+            tensors[place.whole] = [Part(array)]
         elif isinstance(place, Stacked):
             tensors |= _parts_of_experts(array, place)
         elif isinstance(place, Rearranged):

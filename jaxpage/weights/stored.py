@@ -178,7 +178,8 @@ class Reordered:
 def tensors_of(path: str, place: Place, names: Container[str]) -> tuple[str, ...]:
     """The tensors for the parameter `path` in a checkpoint with these `names`."""
     if isinstance(place, Stacked):
-        return (path,) if path in names else tuple(name for part in place.parts for name in part)
+        whole = place.whole or path
+        return (whole,) if whole in names else tuple(name for part in place.parts for name in part)
     if isinstance(place, Rearranged):
         packed = (place.tensor + BLOCKS, place.tensor + SCALES)
         return packed if place.turns and packed[0] in names else (place.tensor,)
@@ -198,9 +199,10 @@ def stored_parameter(
         rows = Rows(first, place.start, place.stop)
         _check_shape(first, rows.shape, shape, path, shape)
         return rows
-    if isinstance(place, Stacked) and names == (path,) and place.turns and first.shape != shape:
+    is_whole = isinstance(place, Stacked) and names == (place.whole or path,)
+    if isinstance(place, Stacked) and is_whole and place.turns and first.shape != shape:
         return _reordered(first, Rearranged(path, alternates=False, turns=True), shape, path)
-    if isinstance(place, Source) or names == (path,) and isinstance(place, Stacked):
+    if isinstance(place, Source) or is_whole:
         _check_shape(first, first.shape, shape, path, shape)
         return first
     if isinstance(place, Stacked):

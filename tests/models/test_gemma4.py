@@ -15,8 +15,13 @@ from jaxpage.models.config import KVHeads
 from jaxpage.models.registry import build
 from jaxpage.weights.convert import convert
 from jaxpage.weights.load import load
-from tests import checkpoints, dense_families, picture_models
+from jaxpage.weights.save import save
+from jaxpage.weights.spec import specs
+from tests import checkpoints, dense_families, mixtures, picture_models
 from tests.models import test_families as families
+from tests.quantized_checkpoints import FORMATS, write
+from tests.weights.test_experts import copy_with, loaded, separated, tensors
+from tests.weights.test_quantized import abstract, values
 
 TOWERS = {
     "gemma4": {
@@ -91,6 +96,48 @@ def test_tensors_of_keys_that_no_layer_has_are_not_read(tmp_path):
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(ValueError, match=r"layers\.2\.self_attn\.v_norm"):
         load(build(checkpoints.config(path), dtype="float32"), path)
+
+
+def test_experts_of_a_layer_may_be_one_tensor_or_many(tmp_path):
+    """Gemma 4: what was released, and a tensor for each projection, as tools write that quantise experts."""
+    released = mixtures.build("gemma4_moe", 1, tmp_path / "hf")
+    stored = tensors(released)
+    experts = {name: array for name, array in stored.items() if ".experts." in name}
+    assert len(experts) == 6 and experts["model.layers.0.experts.down_proj"].shape == (5, 32, 16)
+    others = {name: array for name, array in stored.items() if name not in experts}
+    path = copy_with(released, tmp_path / "separate", others | separated(experts))
+    got, expected = values(loaded(path)), values(loaded(released))
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(got[name], array)
+    save(loaded(path), tmp_path / "saved", files=path, format="safetensors")
+    saved = tensors(tmp_path / "saved")
+    assert saved.keys() == stored.keys()
+    for name, array in stored.items():
+        np.testing.assert_array_equal(saved[name], array)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq-g32", "fp8-block"])
+def test_quantised_weights_stay_packed(name, tmp_path):
+    """Of experts, of layers without keys or values of their own, and of what embeddings for layers go through."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+    sizes |= {"hidden_size_per_layer_input": 32, "head_dim": 32, "global_head_dim": 64}
+    source = mixtures.build("gemma4_moe", 0, tmp_path / "hf", num_kv_shared_layers=3, **sizes)
+    stored = tensors(source)
+    experts = {name: stored.pop(name) for name in list(stored) if ".experts." in name}
+    source = copy_with(source, tmp_path / "separate", stored | separated(experts))
+    folder = tmp_path / "packed"
+    write(source, folder, FORMATS[name])
+    model = load(abstract(folder), folder, use_tqdm=False)
+    scales = {path for path in specs(model) if path.endswith("scale")}
+    layer = "model.layers.5"
+    assert f"{layer}.moe.experts.gate_up_proj_scale" in scales
+    assert f"{layer}.self_attn.q_proj.scale" in scales
+    floats = load(build(checkpoints.config(folder), dtype="float32"), folder, use_tqdm=False)
+    found = values(model)
+    for path, array in values(floats).items():
+        np.testing.assert_array_equal(found[path], array, err_msg=path)
 
 
 def test_heads_that_are_alike_are_no_exception():
