@@ -207,8 +207,8 @@ def mixtral_experts(config: ModelConfig) -> dict[str, Place]:
 
 
 def gemma4_experts(config: ModelConfig) -> dict[str, Place]:
-    """Router and experts are modules of the layer. Released checkpoints have all experts in one tensor, quantised ones a
-    tensor for each projection of each.
+    """Router and experts are modules of the layer. Released checkpoints have all experts in one tensor, quantised ones
+    have one for each projection of each.
     """
     if config.experts is None:
         return {}

@@ -106,11 +106,13 @@ def test_experts_of_a_layer_may_be_one_tensor_or_many(tmp_path):
     assert len(experts) == 6 and experts["model.layers.0.experts.down_proj"].shape == (5, 32, 16)
     others = {name: array for name, array in stored.items() if name not in experts}
     path = copy_with(released, tmp_path / "separate", others | separated(experts))
-    got, expected = values(loaded(path)), values(loaded(released))
+    model: Any = loaded(path)
+    expected: Any = loaded(released)
+    got, expected = values(model), values(expected)
     assert got.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(got[name], array)
-    save(loaded(path), tmp_path / "saved", files=path, format="safetensors")
+    save(model, tmp_path / "saved", files=path, format="safetensors")
     saved = tensors(tmp_path / "saved")
     assert saved.keys() == stored.keys()
     for name, array in stored.items():
