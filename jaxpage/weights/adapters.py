@@ -28,7 +28,9 @@ def adapter_reader(
     arrays, config = adapter_arrays(model, num_slots), model.config
     sources = _sources(arrays, registry.weight_map(config))
     layers = AdaptedLayers(
-        shapes=_shapes(arrays, sources), rename=partial(registry.tensor_name, config)
+        shapes=_shapes(arrays, sources),
+        rename=partial(registry.tensor_name, config),
+        is_idle=partial(registry.is_idle, config),
     )
 
     def read(folder: str) -> list[np.ndarray]:

@@ -36,6 +36,8 @@ class AdaptedLayers:
     shapes: Mapping[str, tuple[int, int]]  # name of the checkpoint's layer -> (out, in)
     # Name of a tensor in an adapter's file -> in `shapes`, both with ".weight"; None: not a part of the model.
     rename: Callable[[str], str | None] = lambda name: name
+    # Whether such a tensor is of a layer that computes nothing; what an adapter has of it is left out.
+    is_idle: Callable[[str], bool] = lambda name: False
 
 
 def read_adapter(folder: str | Path, layers: AdaptedLayers, *, max_rank: int) -> dict[str, LowRank]:
@@ -50,8 +52,10 @@ def read_adapter(folder: str | Path, layers: AdaptedLayers, *, max_rank: int) ->
     halves: dict[str, dict[str, StoredTensor]] = {}
     names: dict[str, str] = {}  # our layer -> its name in the file
     for tensor in tensors.values():
-        layer, half = _place(tensor, layers)
         found = _NAME.fullmatch(tensor.name)
+        if found is not None and layers.is_idle(f"{found['layer']}.weight"):
+            continue
+        layer, half = _place(tensor, layers)
         assert found is not None, "_place has checked it"
         names[layer] = found["layer"]
         halves.setdefault(layer, {})[half] = tensor

@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxpage.models.config import KVHeads
+from jaxpage.models.lora import attach_adapters
 from jaxpage.models.registry import build
+from jaxpage.weights.adapters import adapter_reader
 from jaxpage.weights.convert import convert
 from jaxpage.weights.load import load
 from jaxpage.weights.save import save
 from jaxpage.weights.spec import specs
 from tests import checkpoints, dense_families, mixtures, picture_models
+from tests.adapters import save_adapter
 from tests.models import test_families as families
 from tests.quantized_checkpoints import FORMATS, write
 from tests.weights.test_experts import copy_with, loaded, separated, tensors
@@ -82,8 +85,6 @@ def test_logits_of_text_are_those_of_transformers(path):
 @pytest.mark.slow
 def test_tensors_of_keys_that_no_layer_has_are_not_read(tmp_path):
     """Released checkpoints have k_proj and the like in layers that read the keys of others."""
-    from safetensors.numpy import save_file
-
     path = dense_families.build("gemma4", 0, tmp_path / "hf")
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.4.self_attn.k_proj.weight"] = np.zeros((8, 32), np.float32)
@@ -96,6 +97,23 @@ def test_tensors_of_keys_that_no_layer_has_are_not_read(tmp_path):
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(ValueError, match=r"layers\.2\.self_attn\.v_norm"):
         load(build(checkpoints.config(path), dtype="float32"), path)
+
+
+def test_adapters_of_keys_that_no_layer_has_change_nothing(tmp_path):
+    """Trained where these layers had modules for them."""
+    path = dense_families.build("gemma4", 0, tmp_path / "hf")
+    adapter = save_adapter(tmp_path / "adapter", path, seed=0)
+    model = build(checkpoints.config(path), dtype="float32")
+    attach_adapters(model, num_slots=1, rank=4, mesh=None)
+    read = adapter_reader(model, num_slots=1, max_rank=4)
+    expected = read(str(adapter))
+    halves = load_file(adapter / "adapter_model.safetensors")
+    layer = "base_model.model.model.layers.4.self_attn.k_proj"
+    halves[f"{layer}.lora_A.weight"] = np.ones((4, 32), np.float32)
+    halves[f"{layer}.lora_B.weight"] = np.ones((8, 4), np.float32)
+    save_file(halves, adapter / "adapter_model.safetensors")
+    for ours, theirs in zip(read(str(adapter)), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_experts_of_a_layer_may_be_one_tensor_or_many(tmp_path):
