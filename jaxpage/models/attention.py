@@ -18,7 +18,8 @@ class Attention(Protocol):
     Query head h reads KV head `h // (H/K)`. Scores are `scale * q.k`, then `soft_cap * tanh(scores / soft_cap)` if
     there is a cap. Key j is visible to query i iff j <= i and, with a window, j > i - window (transformers'
     convention). `sinks` [H] are one more score for each head, which takes its share of the softmax and has no value;
-    models without sinks do not name the argument. Returns [..., T, H, D] in q's dtype.
+    models without sinks do not name the argument. `layer` is the one that k and v are of: a later layer that reads them
+    again passes both once more. Returns [..., T, H, D] in q's dtype.
     """
 
     def __call__(

@@ -71,9 +71,8 @@ class Shape:
     scale_rows: int  # of a KV head in scale_zero; 0 if there is none
     mask: tuple[float, int | None, float | None]  # scale, window, soft_cap
     sizes: TileSizes
-    first_lane: int | None = (
-        None  # of the layer in a slot that other layers share; None: the slot is its own
-    )
+    # Of the layer in a slot that other layers share; None: the slot is its own.
+    first_lane: int | None = None
 
     @property
     def num_planes(self) -> int:
