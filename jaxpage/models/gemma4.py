@@ -201,20 +201,22 @@ class Gemma4Decoder(Decoder):
     def layer_inputs(self, inputs: ForwardInput, x: jax.Array) -> list[dict[str, Any]]:
         kv: LayerKV = {}
         given = [more | {"kv": kv} for more in super().layer_inputs(inputs, x)]
-        if self.embed_tokens_per_layer is not None:
-            own = self._own_embeddings(inputs.token_ids, x)
-            given = [more | {"own_embedding": own[..., i, :]} for i, more in enumerate(given)]
-        return given
+        if self.embed_tokens_per_layer is None:
+            return given
+        # [..., T, L * P]; of [..., T, L, P] a TPU would have to bring a layer's numbers together.
+        both = self.embed_tokens_per_layer(inputs.token_ids), self.per_layer_model_projection(x)
+        of_layers = zip(*(jnp.split(each, len(given), axis=-1) for each in both), strict=True)
+        return [
+            more | {"own_embedding": self._own_embedding(*of_layer, x.shape[-1])}
+            for more, of_layer in zip(given, of_layers, strict=True)
+        ]
 
-    def _own_embeddings(self, token_ids: jax.Array, x: jax.Array) -> jax.Array:
-        """[..., T, L, P] of int32[..., T] tokens and the first layer's input [..., T, E]."""
-        assert self.embed_tokens_per_layer is not None
-        of_tokens = self.embed_tokens_per_layer(token_ids)
-        shape = (*token_ids.shape, self.config.num_layers, -1)
-        of_tokens = of_tokens.reshape(shape)
-        of_tokens = of_tokens * jnp.asarray(of_tokens.shape[-1] ** 0.5, x.dtype)
-        projected = _times(self.per_layer_model_projection(x), x.shape[-1] ** -0.5)
-        projected = self.per_layer_projection_norm(projected.reshape(shape))
+    def _own_embedding(
+        self, of_tokens: jax.Array, projected: jax.Array, hidden_size: int
+    ) -> jax.Array:
+        """[..., T, P] of a layer, from the table and from the first layer's input."""
+        of_tokens = of_tokens * jnp.asarray(of_tokens.shape[-1] ** 0.5, of_tokens.dtype)
+        projected = self.per_layer_projection_norm(_times(projected, hidden_size**-0.5))
         return _times(projected + of_tokens, 2**-0.5)
 
 
