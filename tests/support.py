@@ -54,6 +54,7 @@ PICTURE_FAMILIES = {
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL with experts",
     "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
 }
 _DENSE = "tests.end_to_end.test_dense_families"
 _EXPERTS = "tests.end_to_end.test_experts"
@@ -84,19 +85,21 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "int8 weights": (f"{_SHARED}=int8 weights",),
     "int8 KV": (f"{_SHARED}=quantised pool",),
 }
-_SEEN, _GEMMA_SEEN = "tests.models.test_qwen_vl", "tests.models.test_gemma3_pictures"
+_SEEN = "tests.models.test_qwen_vl"
+_GEMMAS_SEEN = ("tests.models.test_gemma3_pictures", "tests.models.test_gemma4_pictures")
 _TOKENS_SEEN = (
     "tests.end_to_end.test_pictures:test_greedy_tokens_equal_transformers",
     "tests.end_to_end.test_gemma3_pictures:test_greedy_tokens_equal_transformers",
+    "tests.end_to_end.test_gemma4_pictures:test_greedy_tokens_equal_transformers",
 )
 PICTURE_FEATURES: dict[str, tuple[str, ...]] = {
     "embeddings of pictures": tuple(
         f"{module}:test_embeddings_of_a_picture_are_those_of_transformers"
-        for module in (_SEEN, _GEMMA_SEEN)
+        for module in (_SEEN, *_GEMMAS_SEEN)
     ),
     "of videos": (f"{_SEEN}:test_embeddings_of_a_video_are_those_of_transformers",),
     "logits": tuple(
-        f"{module}:test_logits_are_those_of_transformers" for module in (_SEEN, _GEMMA_SEEN)
+        f"{module}:test_logits_are_those_of_transformers" for module in (_SEEN, *_GEMMAS_SEEN)
     ),
     "tokens with pictures": tuple(f"{test}=pictures" for test in _TOKENS_SEEN),
     "with videos": tuple(f"{test}=videos" for test in _TOKENS_SEEN),

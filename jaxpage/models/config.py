@@ -92,6 +92,7 @@ class Gemma4Options:
     wide_shared_mlp: bool  # twice as wide in layers without KV of their own
     per_layer_size: int  # of the embeddings of a token for each layer; 0: none
     per_layer_vocab_size: int  # of these
+    padding_token_id: int  # whose embeddings for layers those that replace tokens have
 
 
 class KVHeads(NamedTuple):

@@ -22,10 +22,12 @@ from jaxpage.models.config import (
     KVHeads,
     ModelConfig,
     Scales,
+    activation_of,
     decoder_config,
 )
 from jaxpage.models.decoder import MLP, CausalLM, Decoder, Rotation, SelfAttention, hidden_norm
 from jaxpage.models.experts import MixtureOfExperts
+from jaxpage.models.gemma4_vision import Gemma4Tower
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.layers import (
     ACTIVATION_FUNCTIONS,
@@ -38,6 +40,8 @@ from jaxpage.models.layers import (
     param,
 )
 from jaxpage.models.router import Router
+from jaxpage.models.vision import PictureLM
+from jaxpage.pictures.gemma4 import Gemma4VisionConfig, gemma4_vision_config
 from pallas_kernels.rope.reference import split
 
 if TYPE_CHECKING:
@@ -62,6 +66,8 @@ class Gemma4Attention(SelfAttention):
         if index >= config.num_kv_layers:
             self.k_proj = self.v_proj = self.k_norm = None
             self.kv_projections = ()
+        sees_ahead = config.vision is not None and config.vision.bidirectional
+        self.stays_causal = sees_ahead and config.windows[index] is None
 
     def __call__(
         self, x: jax.Array, rotation: Rotation, attention: Attention, kv: LayerKV
@@ -77,6 +83,7 @@ class Gemma4Attention(SelfAttention):
             q, k = rotation.turn(q, self.k_norm(k))
             kv[self.index] = k, normalise(v, config.norm_eps).astype(v.dtype)
         source = config.kv_layer(self.index)
+        more: dict[str, Any] = {"is_causal": True} if self.stays_causal else {}
         out = attention(
             source,
             q,
@@ -84,6 +91,7 @@ class Gemma4Attention(SelfAttention):
             scale=config.attention_scale,
             window=config.windows[self.index],
             soft_cap=None,
+            **more,
         )
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
@@ -191,6 +199,7 @@ class Gemma4Decoder(Decoder):
         size, dtype = options.per_layer_size, config.dtype
         width, init = config.num_layers * size, Normal(config.initializer_range)
         table = Embedding(options.per_layer_vocab_size, width, init=init, dtype=dtype)
+        self.padding = options.padding_token_id
         self.embed_tokens_per_layer = table if size else None
         if size:
             self.per_layer_model_projection = _whole((width, config.hidden_size), config)
@@ -204,7 +213,10 @@ class Gemma4Decoder(Decoder):
         if self.embed_tokens_per_layer is None:
             return given
         # [..., T, L * P]; of [..., T, L, P] a TPU would have to bring a layer's numbers together.
-        both = self.embed_tokens_per_layer(inputs.token_ids), self.per_layer_model_projection(x)
+        token_ids = inputs.token_ids
+        if inputs.is_embed is not None:  # transformers has padding there
+            token_ids = jnp.where(inputs.is_embed, self.padding, token_ids)
+        both = self.embed_tokens_per_layer(token_ids), self.per_layer_model_projection(x)
         of_layers = zip(*(jnp.split(each, len(given), axis=-1) for each in both), strict=True)
         return [
             more | {"own_embedding": self._own_embedding(*of_layer, x.shape[-1])}
@@ -236,8 +248,28 @@ def gemma4(config: ModelConfig) -> CausalLM:
     return CausalLM(config, layer=Gemma4Layer, norm=WideRMSNorm, decoder=Gemma4Decoder)
 
 
-def gemma4_config(
+def gemma4_with_pictures(config: ModelConfig) -> CausalLM:
+    """A Gemma 4 with its vision tower, if it has one."""
+    if config.vision is None:
+        return gemma4(config)
+    assert isinstance(config.vision, Gemma4VisionConfig)
+    visual = Gemma4Tower(config.vision, config.dtype)
+    return PictureLM(config, visual, layer=Gemma4Layer, norm=WideRMSNorm, decoder=Gemma4Decoder)
+
+
+def gemma4_pictures_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Gemma4ForConditionalGeneration; the audio tower is not used."""
+    vision = None
+    if hf.vision_config is not None:
+        activation_of(hf.vision_config, "the vision tower")
+        vision = gemma4_vision_config(hf)
+    return gemma4_config(hf, dtype=dtype, max_model_len=max_model_len, vision=vision)
+
+
+def gemma4_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
     """ModelConfig of a Gemma4ForCausalLM, or of the text part of a Gemma4ForConditionalGeneration; also of Gemma 4
     Unified.
@@ -275,8 +307,10 @@ def gemma4_config(
             # Gemma 4 Unified has neither these nor experts.
             per_layer_size=getattr(text, "hidden_size_per_layer_input", None) or 0,
             per_layer_vocab_size=getattr(text, "vocab_size_per_layer_input", 0),
+            padding_token_id=text.pad_token_id or 0,
         ),
         experts=_experts(text),
+        **facts,
     )
 
 

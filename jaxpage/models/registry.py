@@ -24,7 +24,12 @@ from jaxpage.models.gemma import (
     gemma3_text_config,
     gemma_with_pictures,
 )
-from jaxpage.models.gemma4 import gemma4, gemma4_config
+from jaxpage.models.gemma4 import (
+    gemma4,
+    gemma4_config,
+    gemma4_pictures_config,
+    gemma4_with_pictures,
+)
 from jaxpage.models.glm import glm4, glm_config
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
 from jaxpage.models.granite import granite, granite_config
@@ -55,6 +60,7 @@ from jaxpage.models.sources import (
     fused_gate_up,
     fused_projections,
     gemma4_experts,
+    gemma4_name,
     gpt_oss_experts,
     minimax_experts,
     minimax_name,
@@ -72,6 +78,7 @@ from jaxpage.models.sources import (
 from jaxpage.models.starcoder2 import starcoder2, starcoder2_config
 from jaxpage.pictures.border import PictureProcessor
 from jaxpage.pictures.gemma3 import gemma3_processor
+from jaxpage.pictures.gemma4 import gemma4_processor
 from jaxpage.pictures.qwen3_vl import qwen3_vl_processor
 from jaxpage.pictures.qwen_vl import qwen2_5_vl_processor
 from jaxpage.pictures.settings import read_settings
@@ -122,7 +129,14 @@ REGISTRY: dict[str, Family] = {
         text_only=Family(config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part),
     ),
     "Gemma4ForCausalLM": _GEMMA_4,
-    "Gemma4ForConditionalGeneration": replace(_GEMMA_4, tensor_name=text_part),
+    "Gemma4ForConditionalGeneration": replace(
+        _GEMMA_4,
+        config_from_hf=gemma4_pictures_config,
+        module=gemma4_with_pictures,
+        tensor_name=gemma4_name,
+        processor=gemma4_processor,
+        text_only=replace(_GEMMA_4, tensor_name=text_part),
+    ),
     "Gemma4UnifiedForCausalLM": _GEMMA_4,
     "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA_4, tensor_name=text_part),
     "GemmaForCausalLM": Family(config_from_hf=gemma1_config, module=gemma1),

@@ -133,6 +133,14 @@ def text_and_pictures(name: str) -> str | None:
     return text_part(name)
 
 
+def gemma4_name(name: str) -> str | None:
+    """`text_part` with the vision tower and what projects its results as `visual.`."""
+    for theirs, ours in (("model.vision_tower.", ""), ("model.embed_vision.", "embed_vision.")):
+        if name.startswith(theirs):
+            return f"visual.{ours}{name.removeprefix(theirs)}"
+    return text_part(name)
+
+
 _WITH_VISUAL_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
 
 

@@ -197,6 +197,7 @@ class PagedAttention:
         window: int | None,
         soft_cap: float | None,
         sinks: jax.Array | None = None,
+        is_causal: bool = False,
     ) -> jax.Array:
         """q [T, H, D] and k, v [T, K, D] after RoPE, sinks [H] → [T, H, D]."""
         batch, (group, array, part) = self._batch, self._layer_locations[layer]
@@ -212,7 +213,7 @@ class PagedAttention:
         )
         self._written.add(layer)
         pool, queries = self.kv_pool[array], batch.query_starts
-        if batch.last_keys is not None:
+        if batch.last_keys is not None and not is_causal:
             queries = SeeingAhead(queries, batch.last_keys)
         if self._mesh is not None and self._mesh.size > 1:
             shares = share_heads(q.shape[1], k.shape[1], self._mesh.size)
