@@ -21,6 +21,8 @@ _ALIASES = {
     "dict": "object",
     **dict.fromkeys(("arr", "list", "sequence"), "array"),
 }
+DEFINITIONS = ("$defs", "definitions")
+_MAX_REFERENCES = 10  # in a row
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 
@@ -57,6 +59,19 @@ def resolve(reference: Any, root: Any) -> Any:
     for part in parts[1:]:
         root = root.get(part) if isinstance(root, Mapping) else None
     return root if parts[0] == "#" else None
+
+
+def resolved(schema: Any) -> dict[str, Any]:
+    """The schema with references resolved, and its definitions; {} if it says nothing."""
+    root = schema
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return {}
+        if "$ref" not in schema:
+            break
+        schema = resolve(schema["$ref"], root)
+    shared = {k: root[k] for k in DEFINITIONS if k in root}
+    return shared | dict(schema or {})
 
 
 def to_json(text: str, types: tuple[str, ...]) -> str:
