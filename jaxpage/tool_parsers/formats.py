@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxpage.tool_parsers import (
     deepseek_v3,
+    gemma4,
     hermes,
     llama3_json,
     mistral,
@@ -18,6 +19,7 @@ from jaxpage.tool_parsers.tools import to_tools
 
 FORMATS: dict[str, Format] = {
     "deepseek_v3": deepseek_v3.FORMAT,
+    "gemma4": gemma4.FORMAT,
     "hermes": hermes.FORMAT,
     "llama3_json": llama3_json.FORMAT,
     "mistral": mistral.FORMAT,
@@ -41,6 +43,7 @@ _TEMPLATES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>", "arguments"), ("<arg_key>",)),  # GLM
     ("mistral", ("[TOOL_CALLS]",), ()),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json"), ()),  # V3.1 has no code block
+    ("gemma4", ("<|tool_call>call:", "<tool_call|>"), ()),
     ("pythonic", ("[func_name1(params_name1=params_value1",), ("<TOOLCALL>",)),  # Nemotron
     ("llama3_json", ('"parameters": dictionary of argument name', "<|eot_id|>"), ()),
 )

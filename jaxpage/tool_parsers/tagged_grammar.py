@@ -75,7 +75,11 @@ class TaggedCall:
         types = schema_types(schema)
         if "string" not in types:
             return self._json_rules(rule, schema, literal)
-        rules = text_rules(f"{rule}_text", schema, stops, self.value_end)
+        terminal = f"{rule}_text".upper()
+        rules = [
+            f"{rule}_text[suffix={json.dumps(self.value_end)}]: {terminal}",
+            text_terminal(terminal, schema, stops),
+        ]
         others = [type_ for type_ in types if type_ != "string"]
         if not others:
             return [f"{rule}: {rule}_text", *rules]
@@ -89,18 +93,14 @@ class TaggedCall:
         ]
 
 
-def text_rules(rule: str, schema: Mapping[str, Any], stops: list[str], end: str) -> list[str]:
-    """Any text with the schema's lengths and pattern that contains none of `stops`, and what ends it."""
+def text_terminal(terminal: str, schema: Mapping[str, Any], stops: list[str]) -> str:
+    """Any text with the schema's lengths and pattern that contains none of `stops`."""
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-    terminal = rule.upper()
     text = f"/(?s:.{{{low},{high}}})/" if low or high != "" else "/(?s:.*)/"
     texts = [text, f"~/(?s:.*)({'|'.join(map(_regex, stops))})(?s:.*)/"]
     if "pattern" in schema:
         texts.append(_search(schema["pattern"]))
-    return [
-        f"{rule}[suffix={json.dumps(end)}]: {terminal}",
-        f"{terminal}: {' & '.join(texts)}",
-    ]
+    return f"{terminal}: {' & '.join(texts)}"
 
 
 def _regex(text: str) -> str:

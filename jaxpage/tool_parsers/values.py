@@ -26,9 +26,14 @@ _MAX_REFERENCES = 10  # in a row
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 
+def known_types(schema: Any) -> tuple[str, ...]:
+    """The types that a value may have, in the schema's order; () if it says nothing of them."""
+    return tuple(dict.fromkeys(_types(schema, schema, 0)))
+
+
 def schema_types(schema: Any) -> tuple[str, ...]:
     """The types that a value may have, in the schema's order; "string" by default."""
-    return tuple(dict.fromkeys(_types(schema, schema, 0))) or ("string",)
+    return known_types(schema) or ("string",)
 
 
 def _types(schema: Any, root: Any, depth: int) -> list[str]:

@@ -18,6 +18,7 @@ TEMPLATES = {
     "name and its value}.",
     "mistral": "{{- '[TOOL_CALLS][' }}{%- for tool_call in message.tool_calls %}",
     "deepseek_v3": "{{'<｜Assistant｜><｜tool▁calls▁begin｜>'}}{{'\\n' + '```json' + '\\n'}}",
+    "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}{{- '}<tool_call|>' -}}",
     "pythonic": "in the format of [func_name1(params_name1=params_value1, params_name2=params_value2...)]",
 }
 OTHERS = {
@@ -40,13 +41,15 @@ def test_other_templates_imply_none(name):
 
 def test_formats_say_whether_special_tokens_must_be_kept():
     kept = {name for name, f in tool_parsers.FORMATS.items() if f.keeps_special_tokens}
-    assert kept == {"deepseek_v3", "hermes", "llama3_json", "mistral"}
+    assert kept == {"deepseek_v3", "gemma4", "hermes", "llama3_json", "mistral"}
     for name, format_ in tool_parsers.FORMATS.items():
         assert tool_parsers.make(name).keeps_special_tokens == format_.keeps_special_tokens
 
 
 def test_an_unknown_parser_is_named():
-    with pytest.raises(ValueError, match="'llama9' is not known; there are deepseek_v3, hermes"):
+    with pytest.raises(
+        ValueError, match="'llama9' is not known; there are deepseek_v3, gemma4, hermes"
+    ):
         tool_parsers.make("llama9")
 
 

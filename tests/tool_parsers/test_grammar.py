@@ -60,6 +60,17 @@ def dumps(value) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def as_gemma4(value) -> str:
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            return f"{{{','.join(f'{k}:{as_gemma4(v)}' for k, v in sorted(value.items()))}}}"
+        case list():
+            return f"[{','.join(map(as_gemma4, value))}]"
+    return dumps(value)
+
+
 def f_and_g(name: str, arguments: dict, *, both: bool) -> str:
     """An output of the format, with a call of f and perhaps one of g without arguments."""
     text = dumps(arguments)
@@ -80,6 +91,10 @@ def f_and_g(name: str, arguments: dict, *, both: bool) -> str:
                 "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>"
             )
             f, g = frame % ("f", text), frame % ("g", "{}")
+        case "gemma4":
+            begin, between, end = "", "", ""
+            f = f"<|tool_call>call:f{as_gemma4(arguments)}<tool_call|>"
+            g = "<|tool_call>call:g{}<tool_call|>"
         case "pythonic":
             begin, between, end = "[", ", ", "]"
             f = f"f({', '.join(f'{k}={dumps(v)}' for k, v in arguments.items())})"
@@ -158,11 +173,11 @@ def test_required_arguments_must_be_written(tokenizer, name):
         assert accepts(tokenizer, grammar, list(output.encode())) == fits, arguments
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "mistral"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4", "mistral"])
 def test_markers_that_are_special_tokens_are_written_as_these(tokenizer, name):
     markers = [m for m in tool_parsers.FORMATS[name].markers if m not in ("[ARGS]", "[CALL_ID]")]
     special = {marker: IDS[marker] for marker in markers}
-    output = f_and_g(name, {"n": 1}, both=True)
+    output = f_and_g(name, {"text": "", "n": 1}, both=True)
     ids, rest = [], output
     while rest:
         marker = next((m for m in markers if rest.startswith(m)), None)
@@ -196,7 +211,7 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("case", SCHEMAS)
-@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder"])
+@pytest.mark.parametrize("name", ["gemma4", "pythonic", "qwen3_coder"])
 def test_values_that_are_written_one_by_one_fit_their_schemas(tokenizer, name, case):
     schema, good, bad = SCHEMAS[case]
     a = {"type": "object", "properties": {"b": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}
@@ -268,6 +283,13 @@ def test_a_string_cannot_hold_what_would_end_it(tokenizer, end):
         ("hermes", [tool("f", {"a": {"type": "thing"}})], "required", "tool 'f' cannot be forced"),
         ("pythonic", [tool("f-g", {})], "required", "'f-g' of tool 'f-g' is no identifier"),
         ("pythonic", [tool("f", {"a b": {}})], "required", "'a b' of tool 'f' is no identifier"),
+        ("gemma4", [tool("f", {"a:": {}})], "required", "'a:' of tool 'f' cannot be written"),
+        (
+            "gemma4",
+            [tool("f", {"a": {"allOf": [{"type": "string"}, {"minLength": 1}]}})],
+            "required",
+            "allOf in parameters of tool 'f' cannot be forced",
+        ),
         ("qwen3_coder", [tool("f", {"a>": {}})], "required", "'a>' of tool 'f' cannot be written"),
     ],
 )

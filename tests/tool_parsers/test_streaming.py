@@ -29,6 +29,7 @@ FRAGMENTS = [
         "<｜tool▁call▁end｜>",
         "<｜tool▁sep｜>",
     ),
+    *("<|tool_call>", "<tool_call|>", "call:f{", '<|"|>', "n:", "where:{"),
     *("<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"),
     *("analysis", "final", "commentary", "assistant", " to=functions.f"),
     *(
@@ -168,7 +169,12 @@ def test_a_call_is_complete_if_its_arguments_are_an_object():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_nesting_is_bounded(name):
-    deep = {**JSON_FORMATS, "pythonic": "[f(a=", "qwen3_coder": "<function=f>\n<parameter=items>"}
+    deep = {
+        **JSON_FORMATS,
+        "gemma4": "<|tool_call>call:f",
+        "pythonic": "[f(a=",
+        "qwen3_coder": "<function=f>\n<parameter=items>",
+    }
     for end in ("", "]" * 5000, "]" * 5000 + "</parameter></function>"):
         output = deep[name] + '{"a": ' + "[" * 5000 + end
         assert len(tool_parsers.parse(name, TOOLS, output).tool_calls) == 1
@@ -187,6 +193,10 @@ LONG = [
     "[" * 5000,
     "[f(a='" + "\\" * 5000,
     "[f(a=" + "-" * 5000,
+    "<|tool_call>call:f{n:" + "1" * 5000,
+    "<|tool_call>call:f{items:[" + "1," * 2500,
+    "<|tool_call>call:f{where:" + "{a:" * 1600,
+    '<|tool_call>call:f{text:<|"|>' + "<|" * 2500,
     "<function=f><parameter=n>" + "\n<parameter" * 500,
     "<tool_call>" * 500,
 ]
