@@ -29,7 +29,17 @@ FRAGMENTS = [
         "<｜tool▁call▁end｜>",
         "<｜tool▁sep｜>",
     ),
-    *("<|tool_call>", "<tool_call|>", "call:f{", '<|"|>', "n:", "where:{"),
+    *(
+        "<|tool_call>",
+        "<tool_call|>",
+        "call:f{",
+        '<|"|>',
+        "n:",
+        "where:{",
+        "<|channel>",
+        "<channel|>",
+        "thought\n",
+    ),
     *("<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"),
     *("analysis", "final", "commentary", "assistant", " to=functions.f"),
     *(
