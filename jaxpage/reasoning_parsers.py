@@ -20,6 +20,8 @@ _IMPLICIT_ENDS = {
     "glm47": "<tool_call>",
     "minimax_m2": "<minimax:tool_call>",
 }
+# Tokenizers differ in whether the markers of these are special tokens, so vLLM keeps special tokens.
+_KEEP_SPECIAL_TOKENS = ("glm45", "glm47", "minimax_m2")
 # The prompts of these models always begin the reasoning.
 _ALWAYS_REASON = ("deepseek_r1", "minimax_m2")
 
@@ -54,7 +56,7 @@ def make_reasoning_parser(name: str, *, starts_in_reasoning: bool = False) -> Pa
     ends = (end, _IMPLICIT_ENDS[name]) if name in _IMPLICIT_ENDS else (end,)
     return Parser(
         lambda source, writer: _read_thinking(source, writer, start, ends, inside=inside),
-        keeps_special_tokens=False,
+        keeps_special_tokens=name in _KEEP_SPECIAL_TOKENS,
     )
 
 

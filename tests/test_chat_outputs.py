@@ -74,8 +74,8 @@ def test_unknown_parsers_are_refused_at_the_start():
     for name in ("x", "qwen3_code", ""):
         with pytest.raises(ValueError, match="tool_call_parser must be one of None, deepseek_v3"):
             EngineConfig(model="m", tool_call_parser=name)
-    with pytest.raises(ValueError, match="reasoning_parser='glm45' is not known; there are deep"):
-        EngineConfig.from_options(model="m", reasoning_parser="glm45")
+    with pytest.raises(ValueError, match="reasoning_parser='granite' is not known; there are deep"):
+        EngineConfig.from_options(model="m", reasoning_parser="granite")
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'

@@ -223,6 +223,28 @@ def test_calls_are_read_behind_the_reasoning(found):
     check(make, found)
 
 
+@pytest.mark.parametrize(
+    ("name", "reasoning", "call"),
+    [
+        ("gemma4", "<|channel>thought\na<channel|>", "<|tool_call>call:g{}<tool_call|>"),
+        ("gemma4", "<|channel>thought\na", "<|tool_call>call:g{}<tool_call|>"),
+        ("glm45", "\n<think>a</think>", "\n<tool_call>g\n</tool_call>"),
+        ("glm45", "<think>a", "<tool_call>g</tool_call>"),
+        (
+            "minimax_m2",
+            "a</think>\n\n",
+            '<minimax:tool_call>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+        ),
+        ("minimax_m2", "a", '<minimax:tool_call><invoke name="g"></invoke></minimax:tool_call>'),
+    ],
+)
+def test_calls_of_models_that_reason(name, reasoning, call):
+    def make():
+        return OutputParser(make_reasoning_parser(name), tool_parsers.make(name, TOOLS))
+
+    check(make, case("both", reasoning + call, "", ("g", "{}"), reasoning="a"))
+
+
 def test_either_parser_may_be_missing():
     text = f"<think>a</think>{HERMES}"
     check(lambda: OutputParser(), case("none", text, text))
@@ -238,7 +260,8 @@ def test_either_parser_may_be_missing():
 
 def test_special_tokens_are_kept_if_one_of_them_needs_them():
     assert OutputParser(make_reasoning_parser("gpt_oss")).keeps_special_tokens
-    assert OutputParser(make_reasoning_parser("gemma4")).keeps_special_tokens
+    for name in ("gemma4", "glm45", "minimax_m2"):
+        assert OutputParser(make_reasoning_parser(name)).keeps_special_tokens
     assert OutputParser(None, tool_parsers.make("mistral")).keeps_special_tokens
     assert not OutputParser(make_reasoning_parser("qwen3")).keeps_special_tokens
 
