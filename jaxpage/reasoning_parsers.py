@@ -20,7 +20,7 @@ _IMPLICIT_ENDS = {
     "glm47": "<tool_call>",
     "minimax_m2": "<minimax:tool_call>",
 }
-# Tokenizers differ in whether the markers of these are special tokens, so vLLM keeps special tokens.
+# Whether the markers of these are special tokens depends on the tokenizer; vLLM keeps special tokens, too.
 _KEEP_SPECIAL_TOKENS = ("glm45", "glm47", "minimax_m2")
 # The prompts of these models always begin the reasoning.
 _ALWAYS_REASON = ("deepseek_r1", "minimax_m2")

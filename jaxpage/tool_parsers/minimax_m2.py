@@ -83,5 +83,5 @@ def grammar(special_tokens: Mapping[str, int]) -> CallGrammar:
     return CallGrammar(call=_CALL.rules, begin=f"{_BEGIN}\n", end=_END)
 
 
-# Tokenizers differ in whether the markers are special tokens; vLLM keeps these for this format.
+# Whether the markers are special tokens depends on the tokenizer; vLLM keeps special tokens, too.
 FORMAT = Format(read=read, grammar=grammar, markers=(_BEGIN, _END), keeps_special_tokens=True)
