@@ -19,6 +19,8 @@ MARKERS: dict[str, tuple[str, str]] = {
     ),
     "gemma4": ("<|channel>", "<channel|>"),
 }
+# Models whose prompts always begin the reasoning, whether with the start marker or not.
+ALWAYS_REASON = ("deepseek_r1", "minimax_m2")
 # Parsers of gpt-oss, whose reasoning has no such markers; vLLM's option has the second name.
 HARMONY = ("gpt_oss", "openai_gptoss")
 PARSERS = (*HARMONY, *MARKERS)

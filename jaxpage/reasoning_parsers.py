@@ -6,7 +6,7 @@ vLLM's reasoning parsers `qwen3`, `deepseek_r1`, `gemma4`, `glm45` (also `glm47`
 
 from __future__ import annotations
 
-from jaxpage.reasoning import HARMONY, MARKERS, PARSERS
+from jaxpage.reasoning import ALWAYS_REASON, HARMONY, MARKERS, PARSERS
 from jaxpage.tool_parsers import Delta, Parser, TextDelta
 from jaxpage.tool_parsers.gemma4_grammar import BEGIN as GEMMA4_CALL
 from jaxpage.tool_parsers.harmony import read_messages
@@ -22,8 +22,6 @@ _IMPLICIT_ENDS = {
 }
 # Whether the markers of these are special tokens depends on the tokenizer; vLLM keeps special tokens, too.
 _KEEP_SPECIAL_TOKENS = ("glm45", "glm47", "minimax_m2")
-# The prompts of these models always begin the reasoning.
-_ALWAYS_REASON = ("deepseek_r1", "minimax_m2")
 
 _CHANNEL, _CHANNEL_END = MARKERS["gemma4"]
 _THOUGHT = "thought"  # the channel's name, on a line of its own
@@ -46,7 +44,7 @@ def make_reasoning_parser(name: str, *, starts_in_reasoning: bool = False) -> Pa
         raise ValueError(f"reasoning parser {name!r} is not known; there are {names}")
     if name in HARMONY:
         return Parser(read_messages, keeps_special_tokens=True)
-    inside = starts_in_reasoning or name in _ALWAYS_REASON
+    inside = starts_in_reasoning or name in ALWAYS_REASON
     if name == "gemma4":
         return Parser(
             lambda source, writer: _read_channels(source, writer, inside=inside),
