@@ -49,16 +49,22 @@ class _Values:
             shared = str(schema["$ref"])
         if shared is not None and shared in self._names:
             return self._names[shared]
-        name = f"{self._prefix}_{self._num_rules}"
-        self._num_rules += 1
+        name = self._new_name()
         if shared is not None:
             self._names[shared] = name
         self._add(name, resolved(schema))
         return name
 
+    def _new_name(self) -> str:
+        self._num_rules += 1
+        return f"{self._prefix}_{self._num_rules}"
+
     def _add(self, name: str, schema: dict[str, Any]) -> None:
+        choices = schema.get("anyOf") or schema.get("oneOf")
+        if not choices and len(schema.get("allOf", ())) == 1 and "type" not in schema:
+            choices = schema["allOf"]
         for keyword in _REFUSED:
-            if keyword in schema:
+            if keyword in schema and schema[keyword] is not choices:
                 raise ValueError(
                     f"{keyword} in parameters of tool {self._tool.name!r} cannot be forced as gemma4; "
                     "leave it out, or use another tool parser"
@@ -66,7 +72,7 @@ class _Values:
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
             options = [self._literal(_written(value)) for value in values]
-        elif (choices := schema.get("anyOf") or schema.get("oneOf")) and "type" not in schema:
+        elif choices and "type" not in schema:
             options = [self.rule(_with_definitions(choice, schema)) for choice in choices]
         else:
             options = [self._typed(type_, schema) for type_ in _types(schema)]
@@ -78,8 +84,7 @@ class _Values:
             return self._object(schema)
         if type_ == "array":
             return self._array(schema)
-        name = f"{self._prefix}_{self._num_rules}"
-        self._num_rules += 1
+        name = self._new_name()
         if type_ == "string":
             self._add_string(name, schema)
         else:
@@ -106,8 +111,7 @@ class _Values:
                 return self._literal("{}")
             member = f'{_KEY} ":" {self.rule(_with_definitions(others, schema))}'
             return f'"{{" ({member} ("," {member})*)? "}}"'
-        name = f"{self._prefix}_{self._num_rules}"
-        self._num_rules += 1
+        name = self._new_name()
         keys = sorted(properties, key=str.lower)
         for i, key in enumerate(keys):
             if not key or set(key) & set(':,{}()[]<>\n"') or key != key.strip():

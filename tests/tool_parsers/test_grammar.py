@@ -222,6 +222,22 @@ SCHEMAS = {
     "a list of types": ({"type": ["integer", "null"]}, [3, None], ["a", 1.5]),
     "any of": ({"anyOf": [{"type": "integer"}, {"enum": ["auto"]}]}, [3, "auto"], ["x"]),
     "a reference": ({"$ref": "#/$defs/a"}, [{"b": []}, {"b": [{"b": []}]}], [{"b": 1}, 3]),
+    "all of one": (
+        {"allOf": [{"$ref": "#/$defs/a"}]},
+        [{"b": []}],
+        [{"b": 1}],
+    ),
+    "any object": ({"type": "object"}, [{}, {"a": 1, "b": [{"c": "x"}, None]}], [1]),
+    "a map": (
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        [{"a": 1, "b": 2}],
+        [{"a": "x"}],
+    ),
+    "a list of bounded length": (
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
+        [["a"], ["a", "b"]],
+        [[], ["a", "b", "c"]],
+    ),
     "a bound": ({"type": "integer", "minimum": 0, "maximum": 9}, [0, 9], [-1, 10]),
 }
 
