@@ -11,6 +11,7 @@ from typing import Any
 
 from tests import checkpoints
 from tests.checkpoints import shape
+from tests.dense_families import LINEAR, multipliers
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -231,6 +232,36 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             rope_parameters=DEFAULT,
         ),
     ],
+    "granitemoe": [
+        shape(
+            4,
+            2,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            **multipliers(6.0, 0.2, 0.4, 0.5),
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            **multipliers(2.0, 0.125, 0.3, 1.5),
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            4,
+            4,
+            num_local_experts=4,
+            num_experts_per_tok=4,
+            **multipliers(1.0, 0.4, 1.1, 1.0),
+            rope_parameters=LINEAR,
+        ),
+    ],
     "gpt_oss": [
         shape(
             4,
@@ -276,6 +307,7 @@ CLASSES = {
     "glm4_moe": "Glm4MoeConfig",
     "dots1": "Dots1Config",
     "minimax_m2": "MiniMaxM2Config",
+    "granitemoe": "GraniteMoeConfig",
     "gpt_oss": "GptOssConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]

@@ -44,6 +44,7 @@ FAMILIES = {
     "glm4_moe": "GLM-4.5, 4.6 (`Glm4MoeForCausalLM`)",
     "dots1": "dots.llm1",
     "minimax_m2": "MiniMax-M2",
+    "granitemoe": "Granite 3 with experts",
     "gpt_oss": "gpt-oss",
 }
 # The same of families that take pictures.

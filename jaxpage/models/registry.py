@@ -26,7 +26,7 @@ from jaxpage.models.gemma import (
 )
 from jaxpage.models.glm import glm4, glm_config
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
-from jaxpage.models.granite import granite, granite_config
+from jaxpage.models.granite import granite, granite_config, granite_moe_config
 from jaxpage.models.layers import RMSNorm
 from jaxpage.models.llama_like import (
     ernie_config,
@@ -53,6 +53,8 @@ from jaxpage.models.sources import (
     fused_gate_up,
     fused_projections,
     gpt_oss_experts,
+    granite_experts,
+    granite_name,
     layer_of,
     minimax_experts,
     minimax_name,
@@ -123,6 +125,12 @@ REGISTRY: dict[str, Family] = {
         config_from_hf=gpt_oss_config, module=gpt_oss, weight_map=gpt_oss_experts
     ),
     "GraniteForCausalLM": Family(config_from_hf=granite_config, module=granite),
+    "GraniteMoeForCausalLM": Family(
+        config_from_hf=granite_moe_config,
+        module=granite,
+        weight_map=granite_experts,
+        tensor_name=granite_name,
+    ),
     "LlamaForCausalLM": Family(),
     "MiniMaxM2ForCausalLM": Family(
         config_from_hf=minimax_m2_config,

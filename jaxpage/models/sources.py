@@ -224,6 +224,29 @@ def _experts(
     return places
 
 
+_GRANITE = {
+    "gate.weight": "router.layer",
+    "experts.gate_up_proj": "input_linear",
+    "experts.down_proj": "output_linear",
+}
+
+
+def granite_experts(config: ModelConfig) -> dict[str, Place]:
+    """Granite has all experts in one tensor, under its own names."""
+    assert config.experts is not None
+    return {
+        f"model.layers.{i}.mlp.{ours}": Source(f"model.layers.{i}.block_sparse_moe.{theirs}.weight")
+        for i in config.experts.layers
+        for ours, theirs in _GRANITE.items()
+    }
+
+
+def granite_name(name: str) -> str | None:
+    """The names in transformers 5."""
+    name = name.replace(".block_sparse_moe.router.weight", ".mlp.gate.weight")
+    return name.replace(".block_sparse_moe.experts.", ".mlp.experts.")
+
+
 def gpt_oss_experts(config: ModelConfig) -> dict[str, Place]:
     """gpt-oss has all experts in one tensor, in its own order and format."""
     assert config.experts is not None
