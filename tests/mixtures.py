@@ -30,6 +30,11 @@ def deepseek(num_experts: int, chosen: int, size: int, **other: Any) -> dict[str
     return {**sizes, "num_experts_per_tok": chosen, **other}
 
 
+def ernie(num_experts: int, chosen: int, shared: int, size: int, **other: Any) -> dict[str, Any]:
+    sizes = {"moe_num_experts": num_experts, "moe_k": chosen, "moe_num_shared_experts": shared}
+    return {**sizes, "moe_intermediate_size": size, **other}
+
+
 # They differ in heads and RoPE, in the number of experts and which layers have them, in what becomes of shares.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mixtral": [
@@ -201,6 +206,25 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             rope_parameters=DEFAULT,
         ),
     ],
+    "ernie4_5_moe": [
+        shape(4, 2, **ernie(8, 2, 1, 24), rope_parameters=DEFAULT),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=4,
+            **ernie(8, 3, 2, 20, moe_layer_start_index=0, moe_layer_interval=2),
+            tie_word_embeddings=False,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            4,
+            4,
+            layers=4,
+            **ernie(5, 1, 0, 24, moe_layer_start_index=1, moe_layer_end_index=2, moe_norm_min=0.5),
+            rope_parameters=LINEAR,
+        ),
+    ],
     "minimax_m2": [
         shape(
             4,
@@ -306,6 +330,7 @@ CLASSES = {
     "olmoe": "OlmoeConfig",
     "glm4_moe": "Glm4MoeConfig",
     "dots1": "Dots1Config",
+    "ernie4_5_moe": "Ernie4_5_MoeConfig",
     "minimax_m2": "MiniMaxM2Config",
     "granitemoe": "GraniteMoeConfig",
     "gpt_oss": "GptOssConfig",

@@ -43,6 +43,7 @@ FAMILIES = {
     "olmoe": "OLMoE",
     "glm4_moe": "GLM-4.5, 4.6 (`Glm4MoeForCausalLM`)",
     "dots1": "dots.llm1",
+    "ernie4_5_moe": "ERNIE 4.5, with experts",
     "minimax_m2": "MiniMax-M2",
     "granitemoe": "Granite 3 with experts",
     "gpt_oss": "gpt-oss",

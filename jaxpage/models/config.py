@@ -27,6 +27,7 @@ class Routing:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     # A number for each expert is added to its score when experts are chosen, but not in their shares.
     has_correction: bool = False
+    correction_axes: int = 1  # more than one: the others have size 1
     # Equal groups of consecutive experts; a token's experts are in as many of them.
     num_groups: int = 1
     chosen_groups: int = 1

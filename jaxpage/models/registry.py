@@ -37,6 +37,7 @@ from jaxpage.models.llama_like import (
 )
 from jaxpage.models.mixtures import (
     dots1_config,
+    ernie_moe_config,
     glm4_moe_config,
     minimax_m2_config,
     mixtral_config,
@@ -50,15 +51,19 @@ from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config, qwen3_vl_moe_conf
 from jaxpage.models.sources import (
     Naming,
     Place,
+    ernie_experts,
+    ernie_name,
     fused_gate_up,
     fused_projections,
     gpt_oss_experts,
     granite_experts,
     granite_name,
-    layer_of,
+    layers_after_the_last,
     minimax_experts,
     minimax_name,
     mixtral_experts,
+    mtp_modules,
+    no_tensor,
     same_name,
     same_names,
     separate_experts,
@@ -88,8 +93,8 @@ class Family:
     weight_map: Callable[[ModelConfig], dict[str, Place]] = same_names
     # A tensor's name in the checkpoint -> ours; None: it belongs to an unsupported part.
     tensor_name: Callable[[str], str | None] = same_name
-    # Checkpoints may have layers after the last one, which predict further tokens; they are not used.
-    has_more_layers: bool = False
+    # Whether a checkpoint's tensor only serves to predict further tokens; those are not used.
+    predicts_further: Callable[[ModelConfig, str], bool] = no_tensor
     # For families that take pictures, creates the processor: (hf, settings, *, tokenizer, options). Their ModelConfig
     # has a `vision`, their model a `visual`.
     processor: Callable[..., PictureProcessor] | None = None
@@ -102,6 +107,12 @@ REGISTRY: dict[str, Family] = {
     "CohereForCausalLM": Family(config_from_hf=cohere_config, module=cohere),
     "Dots1ForCausalLM": Family(config_from_hf=dots1_config, weight_map=separate_experts),
     "Ernie4_5ForCausalLM": Family(config_from_hf=ernie_config),
+    "Ernie4_5_MoeForCausalLM": Family(
+        config_from_hf=ernie_moe_config,
+        weight_map=ernie_experts,
+        tensor_name=ernie_name,
+        predicts_further=mtp_modules,
+    ),
     "Exaone4ForCausalLM": Family(
         config_from_hf=exaone4_config, module=partial(post_norm, norm=RMSNorm)
     ),
@@ -118,7 +129,9 @@ REGISTRY: dict[str, Family] = {
     "GemmaForCausalLM": Family(config_from_hf=gemma1_config, module=gemma1),
     "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
     "Glm4MoeForCausalLM": Family(
-        config_from_hf=glm4_moe_config, weight_map=separate_experts, has_more_layers=True
+        config_from_hf=glm4_moe_config,
+        weight_map=separate_experts,
+        predicts_further=layers_after_the_last,
     ),
     "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
     "GptOssForCausalLM": Family(
@@ -136,7 +149,7 @@ REGISTRY: dict[str, Family] = {
         config_from_hf=minimax_m2_config,
         weight_map=minimax_experts,
         tensor_name=minimax_name,
-        has_more_layers=True,
+        predicts_further=layers_after_the_last,
     ),
     "Ministral3ForCausalLM": Family(config_from_hf=ministral3_config),
     "MinistralForCausalLM": Family(),
@@ -228,13 +241,12 @@ def weight_map(config: ModelConfig) -> dict[str, Place]:
 
 def tensor_name(config: ModelConfig, name: str) -> str | None:
     """The family's name for a checkpoint's tensor; None if it is not used."""
-    return None if of_further_layer(config, name) else _family_of(config).tensor_name(name)
+    return None if predicts_further(config, name) else _family_of(config).tensor_name(name)
 
 
-def of_further_layer(config: ModelConfig, name: str) -> bool:
-    """Whether a checkpoint's tensor belongs to a layer after the last one, see `Family.has_more_layers`."""
-    index = layer_of(name)
-    return _family_of(config).has_more_layers and index is not None and index >= config.num_layers
+def predicts_further(config: ModelConfig, name: str) -> bool:
+    """Whether a checkpoint's tensor only serves to predict further tokens."""
+    return _family_of(config).predicts_further(config, name)
 
 
 def naming_of(config: ModelConfig) -> Naming:

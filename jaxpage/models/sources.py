@@ -68,10 +68,22 @@ def same_name(name: str) -> str | None:
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def layer_of(name: str) -> int | None:
-    """The decoder layer that a tensor belongs to; None: to none."""
+def no_tensor(config: ModelConfig, name: str) -> bool:
+    """Checkpoints have nothing that predicts further tokens."""
+    del config, name
+    return False
+
+
+def layers_after_the_last(config: ModelConfig, name: str) -> bool:
+    """What predicts further tokens are layers with numbers from `num_layers` on."""
     found = _LAYER.match(name)
-    return None if found is None else int(found[1])
+    return found is not None and int(found[1]) >= config.num_layers
+
+
+def mtp_modules(config: ModelConfig, name: str) -> bool:
+    """ERNIE has modules of its own for that."""
+    del config
+    return name.startswith("model.mtp_")
 
 
 _TEXT_PREFIXES = {
@@ -193,6 +205,22 @@ def minimax_experts(config: ModelConfig) -> dict[str, Place]:
         )
         for i in config.experts.layers
     }
+
+
+def ernie_experts(config: ModelConfig) -> dict[str, Place]:
+    """A tensor for each projection of each expert, and corrections of routers beside these."""
+    layers = () if config.experts is None else config.experts.layers
+    return separate_experts(config) | {
+        f"model.layers.{i}.mlp.gate.{_CORRECTION}": Source(
+            f"model.layers.{i}.mlp.moe_statics.{_CORRECTION}"
+        )
+        for i in layers
+    }
+
+
+def ernie_name(name: str) -> str | None:
+    """In transformers 5 corrections are in the router."""
+    return name.replace(".gate.moe_statics.", ".gate.")
 
 
 def minimax_name(name: str) -> str | None:
