@@ -34,6 +34,7 @@ FAMILIES = {
     "glm4": "GLM-4-0414 (`Glm4ForCausalLM`)",
     "glm": "GLM-4 (`GlmForCausalLM`)",
     "starcoder2": "StarCoder 2",
+    "nemotron": "Nemotron",
     "exaone4": "EXAONE 4",
     "seed_oss": "Seed-OSS",
     "ernie4_5": "ERNIE 4.5, without experts",

@@ -54,7 +54,8 @@ class ExpertsConfig:
     swiglu_slope: float = 1.702
 
     def __post_init__(self):
-        if not 1 <= self.experts_per_token <= self.num_experts:
+        counts = (self.experts_per_token, self.num_experts)
+        if None in counts or not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
                 f"{self.experts_per_token} experts for each token of {self.num_experts}: check "
                 "num_experts_per_tok and the number of experts in config.json"

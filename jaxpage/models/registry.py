@@ -72,7 +72,7 @@ from jaxpage.models.sources import (
     turned_experts,
     with_visual,
 )
-from jaxpage.models.starcoder2 import starcoder2, starcoder2_config
+from jaxpage.models.starcoder2 import nemotron, nemotron_config, starcoder2, starcoder2_config
 from jaxpage.pictures.border import PictureProcessor
 from jaxpage.pictures.gemma3 import gemma3_processor
 from jaxpage.pictures.qwen3_vl import qwen3_vl_processor
@@ -159,6 +159,7 @@ REGISTRY: dict[str, Family] = {
     ),
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(config_from_hf=mixtral_config, weight_map=mixtral_experts),
+    "NemotronForCausalLM": Family(config_from_hf=nemotron_config, module=nemotron),
     "Olmo2ForCausalLM": Family(
         config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo
     ),
