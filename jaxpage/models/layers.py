@@ -215,7 +215,8 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         y = normalise(wide - jnp.mean(wide, axis=-1, keepdims=True), self.eps)
-        y *= _like(self.weight[...] + self.offset, x).astype(jnp.float32)
+        weight = self.weight[...] + self.offset if self.offset else self.weight[...]
+        y *= _like(weight, x).astype(jnp.float32)
         if self.bias is not None:
             y += _like(self.bias[...], x).astype(jnp.float32)
         return y.astype(x.dtype)
