@@ -20,7 +20,7 @@ from jaxpage.aot.topology import COMPILERS
 from jaxpage.device import Device
 from jaxpage.environment import compiler_flags, resolve_cache_dir
 from jaxpage.kv_pool import KVPoolSpec
-from jaxpage.ops.attention import choose, describe
+from jaxpage.ops.attention import Heads, choose, describe
 from jaxpage.parallel.heads import share_heads
 from jaxpage.runner.fingerprint import version_of
 from jaxpage.runner.program_store import survey
@@ -94,7 +94,8 @@ def _attention(device: Device) -> str:
         dtype=jnp.dtype(jnp.bfloat16),
         platform=device.platform,
     )
-    choice = choose(pool, device, shares=share_heads(16, 2, 1), table=(256, 256))
+    heads = (Heads(share_heads(16, 2, 1), 128),)
+    choice = choose(pool, device, heads=heads, table=(256, 256))
     return describe(choice.name, choice.reason)
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import ResolvedConfig
 from jaxpage.device import Device
-from jaxpage.kv_groups import KVGroups
+from jaxpage.kv_groups import KVGroups, Location
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
@@ -41,7 +41,7 @@ class DraftModel:
     model: CausalLM  # abstract until weights are loaded
     pool: KVPoolSpec  # with as many blocks as the engine's
     # of each layer: (the engine's KV-cache group, array of the pool)
-    layer_locations: tuple[tuple[int, int], ...]
+    layer_locations: tuple[Location, ...]
     no_kernel_reason: str | None  # why its attention runs in XLA, if a kernel exists for it
 
 
@@ -74,7 +74,7 @@ def make_draft_model(
         drafts, quantization, _ = abstract_model(hf_config, own, mesh)
     _check(drafts.config, model)
     locations = _locations(drafts.config, groups, config.max_model_len)
-    num_arrays = 1 + max(array for _, array in locations)
+    num_arrays = 1 + max(location.array for location in locations)
     with named_errors():
         choice = choose_pool(
             own, drafts.config, num_arrays=num_arrays, hardware=hardware, mesh=mesh
@@ -107,15 +107,13 @@ def _check(drafts: ModelConfig, model: ModelConfig) -> None:
         )
 
 
-def _locations(
-    drafts: ModelConfig, groups: KVGroups, max_model_len: int
-) -> tuple[tuple[int, int], ...]:
+def _locations(drafts: ModelConfig, groups: KVGroups, max_model_len: int) -> tuple[Location, ...]:
     """(group, array) of each layer. The group's blocks must reach back as far as it sees: the first such group has the
     narrowest window. Layers of different groups share arrays, because these have different blocks.
     """
-    locations: list[tuple[int, int]] = []
+    locations: list[Location] = []
     num_layers = [0] * len(groups.windows)  # of each group
-    for layer, window in enumerate(drafts.windows):
+    for layer, window in enumerate(drafts.windows[: drafts.num_kv_layers]):
         seen = max_model_len if window is None else window
         reaches = [
             g for g, w in enumerate(groups.windows) if w is None or w >= min(seen, max_model_len)
@@ -129,6 +127,6 @@ def _locations(
         # Groups of the same window are alike.
         alike = [g for g in reaches if groups.windows[g] == groups.windows[reaches[0]]]
         group = min(alike, key=num_layers.__getitem__)
-        locations.append((group, num_layers[group]))
+        locations.append(Location(group, num_layers[group]))
         num_layers[group] += 1
     return tuple(locations)

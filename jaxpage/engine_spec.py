@@ -21,14 +21,14 @@ from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.device import Device
 from jaxpage.draft_model import DraftModel, make_draft_model
 from jaxpage.kernel_choice import Kernels
-from jaxpage.kv_groups import KVGroups, group_layers
+from jaxpage.kv_groups import KVGroups
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.taps import residual_points
 from jaxpage.ops import attention
 from jaxpage.pictures.border import PictureProcessor
-from jaxpage.pool_choice import choose_pool
+from jaxpage.pool_choice import choose_pool, kv_groups
 from jaxpage.research_config import ResearchConfig, ResearchSpec
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.encoder import make_picture_spec
@@ -324,7 +324,8 @@ def make_engine_spec(
         )
     if config.research is not None:
         _check_research(config, model, mesh)
-    groups = group_layers(model.config.windows, config.max_model_len)
+    num_devices = 1 if mesh is None else mesh.size
+    groups = kv_groups(model.config, max_model_len=config.max_model_len, num_devices=num_devices)
     where: dict[str, Any] = {"hardware": hardware, "mesh": mesh}
     choice = choose_pool(config, model.config, num_arrays=groups.num_arrays, **where)
     return EngineSpec(

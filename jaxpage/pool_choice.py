@@ -1,4 +1,4 @@
-"""The KV pool of a model: its shape, and the attention that reads it."""
+"""The KV pool of a model: its shape, which layers share a block table, and the attention that reads it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,54 @@ from jax.sharding import Mesh
 
 from jaxpage.config import ResolvedConfig
 from jaxpage.device import Device
+from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
-from jaxpage.models.config import ModelConfig
+from jaxpage.models.config import KVHeads, ModelConfig
 from jaxpage.ops import attention
 from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.heads import share_heads
+
+
+def kv_groups(model: ModelConfig, *, max_model_len: int, num_devices: int) -> KVGroups:
+    """The KV-cache groups of a model's layers that have KV."""
+    windows = model.windows[: model.num_kv_layers]
+    return group_layers(windows, max_model_len, _kv_sizes(model, num_devices))
+
+
+def _kv_sizes(model: ModelConfig, num_devices: int) -> tuple[int, ...]:
+    """Of each layer with KV: how many heads of the pool its KV heads take, on all devices together."""
+    head_dim = _head_dim(model)
+    sizes = []
+    for layer in range(model.num_kv_layers):
+        heads = model.kv_heads(layer)
+        shares = share_heads(model.num_heads, heads.num, num_devices)
+        sizes.append(shares.of_pool * (heads.head_dim // head_dim))
+    return tuple(sizes)
+
+
+def heads_of_pool(model: ModelConfig, num_devices: int) -> KVHeads:
+    """Of a pool for the model, on all devices together; `kv_write.parts` says how layers share them."""
+    return KVHeads(max(_kv_sizes(model, num_devices)), _head_dim(model))
+
+
+def heads_of_layers(model: ModelConfig, num_devices: int) -> tuple[attention.Heads, ...]:
+    """Of each kind of layer."""
+    kinds = dict.fromkeys(model.kv_heads(layer) for layer in range(model.num_layers))
+    return tuple(
+        attention.Heads(share_heads(model.num_heads, kind.num, num_devices), kind.head_dim)
+        for kind in kinds
+    )
+
+
+def _head_dim(model: ModelConfig) -> int:
+    """Of the pool: that of the smallest heads, of which others take several. Raises ValueError if they cannot."""
+    dims = [model.kv_heads(layer).head_dim for layer in range(model.num_kv_layers)]
+    if any(dim % min(dims) for dim in dims):
+        raise ValueError(
+            f"{model.architecture}: the head dims {min(dims)} and {max(dims)} of different layers cannot share a KV "
+            "pool; one must be a multiple of the other"
+        )
+    return min(dims)
 
 
 def choose_pool(
@@ -24,13 +67,13 @@ def choose_pool(
 ) -> Choice[KVPoolSpec]:
     """The pool of a model in an engine with this config, without blocks yet."""
     num_devices = 1 if mesh is None else mesh.size
-    shares = share_heads(model.num_heads, model.num_kv_heads, num_devices)
+    heads = heads_of_pool(model, num_devices)
     pool = KVPoolSpec(
         num_arrays=num_arrays,
         num_blocks=0,
         block_size=config.block_size,
-        num_kv_heads=shares.of_pool,
-        head_dim=model.head_dim,
+        num_kv_heads=heads.num,
+        head_dim=heads.head_dim,
         dtype=jnp.dtype(config.dtype),
         format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
         sharded=num_devices > 1,
@@ -41,7 +84,7 @@ def choose_pool(
     return attention.choose(
         pool,
         hardware,
-        shares=shares,
+        heads=heads_of_layers(model, num_devices),
         table=(config.max_num_seqs, config.blocks_per_row),
         sees_ahead=model.vision is not None and model.vision.bidirectional,
     )

@@ -10,6 +10,7 @@ from typing import Any
 from jaxpage.hub import local_folder
 
 METHODS = ("ngram", "draft_model")
+_NGRAM = ("ngram", "[ngram]")  # vLLM's names of prompt lookup, as a method and as a model
 _LONGEST_LOOKUP = 5  # vLLM's default
 _MOST_TOKENS = 64
 
@@ -36,6 +37,10 @@ class SpeculativeConfig:
     draft_tensor_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.method in _NGRAM or (self.method is None and self.model in _NGRAM):
+            object.__setattr__(self, "method", "ngram")
+            if self.model in _NGRAM:
+                object.__setattr__(self, "model", None)
         if self.method is None:
             object.__setattr__(self, "method", "ngram" if self.model is None else "draft_model")
         if self.method not in METHODS:

@@ -1,4 +1,5 @@
-"""Flags of `vllm serve` that no command of jaxpage has: which values are harmless.
+"""Flags of `vllm serve` that no command of jaxpage has: which values are harmless. And flags as vLLM may write them,
+with dots: `--speculative-config.method ngram`.
 
 Knows how vLLM writes flags, and the names of its server's options; those of its engine are in `vllm_options`. Must not
 know what an option does. A flag that a command learns needs no change here, as its own flags are never taken.
@@ -106,32 +107,43 @@ def take(args: Sequence[str], flags: Any) -> tuple[list[str], dict[str, Any]]:
     """Take the flags of vLLM that a command does not have itself out of its arguments.
 
     flags: the dataclass of the command's own flags. Returns the other arguments, and the taken flags that are options
-    of the engine. Commands without an engine have no flags of vLLM. Raises ValueError for flags of vLLM's server that
-    ask for what jaxpage lacks, and for flags without a value.
+    of the engine. Commands without an engine have no flags of vLLM. Of flags that take JSON, those that name keys with
+    dots become one with an object. Raises ValueError for flags of vLLM's server that ask for what jaxpage lacks, and
+    for flags without a value.
     """
-    if "engine" not in get_type_hints(flags):
-        return list(args), {}
-    own = _own_flags(flags)
+    own, in_json = _own_flags(flags), _flags_in_json(flags)
+    known = _NAMES if "engine" in get_type_hints(flags) else set()
     left: list[str] = []
     options: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    places: dict[str, int] = {}  # of their values in `left`
     words = list(args)
     while words:
         word = re.sub(r"^-O(\d)$", r"-O=\1", words.pop(0))
         flag, equals, value = word.partition("=")
         name, keys, is_no = _read_flag(flag)
-        if name in own:
+        of_keys = keys or _is_object(value if equals else "".join(words[:1]))
+        if name in in_json and of_keys and not is_no:
+            value = value if equals else _next_word(flag, words)
+            if name not in objects:
+                left += [f"--{name.replace('_', '-')}", ""]
+                places[name] = len(left) - 1
+            _put(objects, [name, *keys], flag, _to_value(value))
+        elif name in own:
             left.append(word)
             if not (own[name] or equals):
                 left += words[:1]  # its value, whatever that looks like
                 del words[:1]
-        elif (renamed := _RENAMED.get(name)) in own:
+        elif known and (renamed := _RENAMED.get(name)) in own:
             is_no ^= bool(equals) and not _to_value(value)
             left.append(f"--{'no-' if is_no else ''}{renamed}".replace("_", "-"))
-        elif name not in _NAMES:
+        elif name not in known:
             left.append(word)
         else:
             given = _to_value(value) if equals else _read_value(flag, name, words)
             _put(options, [name, *keys], flag, not given if is_no else given)
+    for name, value in objects.items():
+        left[places[name]] = json.dumps(value)
     return left, _for_the_engine(options)
 
 
@@ -147,6 +159,8 @@ def _read_flag(flag: str) -> tuple[str, list[str], bool]:
 
 def _put(options: dict[str, Any], keys: list[str], flag: str, value: Any) -> None:
     """options[key][key] ... = value. Raises ValueError that names the flag if that would overwrite another value."""
+    if "" in keys:
+        raise ValueError(f"{flag} names no key of {keys[0]}: write it as --{keys[0]}.KEY VALUE")
     for key in keys[:-1]:
         options = options.setdefault(key, {})
         if not isinstance(options, dict):
@@ -170,6 +184,28 @@ def _own_flags(flags: type) -> dict[str, bool]:
         else:
             found[name] = bool in (hint, *get_args(hint))
     return found
+
+
+def _flags_in_json(flags: type) -> set[str]:
+    """The flags of a dataclass, and those of its parts, that take an object as JSON, as Python's names."""
+    found: set[str] = set()
+    for name, hint in get_type_hints(flags, include_extras=True).items():
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            found |= _flags_in_json(hint)
+        elif any(getattr(each, "metavar", None) == "JSON" for each in get_args(hint)[1:]):
+            found.add(name)
+    return found
+
+
+def _is_object(text: str) -> bool:
+    return isinstance(_to_value(text), dict)
+
+
+def _next_word(flag: str, words: list[str]) -> str:
+    """Take a value from the words that follow a flag. Raises ValueError if there is none."""
+    if not words or words[0].startswith("--"):
+        raise ValueError(f"{flag} needs a value")
+    return words.pop(0)
 
 
 def _read_value(flag: str, name: str, words: list[str]) -> Any:

@@ -258,6 +258,8 @@ def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) 
             if type(module).__name__.endswith("LayerNorm1P"):  # it adds 1 itself
                 module.weight.sub_(1)
         for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # Gemma 4's
+                buffer.uniform_(0.6, 1.2)
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.3)
     model.save_pretrained(path)

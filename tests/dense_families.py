@@ -29,6 +29,21 @@ def multipliers(embedding: float, attention: float, residual: float, logits: flo
     }
 
 
+def gemma4(*, layers: int, head_dims: tuple[int, int], **other: Any) -> dict:
+    """Gemma 4's. head_dims: of layers with a window, and without."""
+    plain, full = head_dims
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": [FULL if index % 3 == 2 else SLIDING for index in range(layers)],
+        "sliding_window": 12,
+        "head_dim": plain,
+        "global_head_dim": full,
+        "vocab_size_per_layer_input": checkpoints.VOCAB_SIZE,
+        "hidden_size_per_layer_input": 0,
+        **other,
+    }
+
+
 def growing(rope: dict[str, Any], growth: float, length: int, **more: Any) -> dict[str, Any]:
     """`rope` of a Ministral 3 of 512 tokens, whose queries grow after each `length` of them."""
     own = {"llama_4_scaling_beta": growth, "original_max_position_embeddings": length}
@@ -305,6 +320,46 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         ),
         shape(4, 4, head_dim=12, hidden_act="gelu", rope_parameters=YARN),
     ],
+    # As E2B, 31B, and a model whose heads are alike in all layers.
+    "gemma4": [
+        shape(
+            4,
+            1,
+            **gemma4(
+                layers=6,
+                head_dims=(8, 16),
+                num_kv_shared_layers=3,
+                use_double_wide_mlp=True,
+                hidden_size_per_layer_input=12,
+                final_logit_softcapping=20.0,
+            ),
+        ),
+        shape(
+            8,
+            4,
+            hidden=64,
+            **gemma4(
+                layers=6,
+                head_dims=(16, 32),
+                num_global_key_value_heads=1,
+                attention_k_eq_v=True,
+                tie_word_embeddings=False,
+                attention_bias=True,
+            ),
+        ),
+        shape(
+            4,
+            2,
+            **gemma4(
+                layers=3,
+                head_dims=(8, 8),
+                num_kv_shared_layers=1,
+                layer_types=[FULL, SLIDING, FULL],
+                hidden_size_per_layer_input=8,
+                rope_parameters={SLIDING: LINEAR, FULL: DEFAULT},
+            ),
+        ),
+    ],
 }
 CLASSES = {
     "ministral": "MinistralConfig",
@@ -323,6 +378,7 @@ CLASSES = {
     "exaone4": "Exaone4Config",
     "seed_oss": "SeedOssConfig",
     "ernie4_5": "Ernie4_5Config",
+    "gemma4": "Gemma4TextConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests import checkpoints
 from tests.checkpoints import shape
-from tests.dense_families import LINEAR, multipliers
+from tests.dense_families import LINEAR, gemma4, multipliers
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -322,6 +322,40 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             rope_parameters=DEFAULT,
         ),
     ],
+    # As 26B-A4B: two layers without a window share an array of the pool.
+    "gemma4_moe": [
+        shape(
+            8,
+            4,
+            **gemma4(
+                layers=6,
+                head_dims=(8, 16),
+                num_global_key_value_heads=1,
+                attention_k_eq_v=True,
+                enable_moe_block=True,
+                num_experts=8,
+                top_k_experts=2,
+                moe_intermediate_size=24,
+                final_logit_softcapping=20.0,
+            ),
+        ),
+        shape(
+            4,
+            2,
+            **gemma4(
+                layers=3,
+                head_dims=(8, 8),
+                num_kv_shared_layers=1,
+                layer_types=[FULL, SLIDING, FULL],
+                enable_moe_block=True,
+                num_experts=5,
+                top_k_experts=5,
+                moe_intermediate_size=16,
+                hidden_size_per_layer_input=8,
+                tie_word_embeddings=False,
+            ),
+        ),
+    ],
 }
 CLASSES = {
     "mixtral": "MixtralConfig",
@@ -334,6 +368,7 @@ CLASSES = {
     "minimax_m2": "MiniMaxM2Config",
     "granitemoe": "GraniteMoeConfig",
     "gpt_oss": "GptOssConfig",
+    "gemma4_moe": "Gemma4TextConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
 

@@ -48,6 +48,8 @@ FAMILIES = {
     "minimax_m2": "MiniMax-M2",
     "granitemoe": "Granite 3 with experts",
     "gpt_oss": "gpt-oss",
+    "gemma4": "Gemma 4 (text), without experts",
+    "gemma4_moe": "Gemma 4 (text), with experts",
 }
 # The same of families that take pictures.
 PICTURE_FAMILIES = {

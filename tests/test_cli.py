@@ -13,6 +13,7 @@ import pytest
 
 import jaxpage
 from jaxpage import cli, demo, vllm_flags
+from jaxpage.aot.plan import Plan
 from jaxpage.bench import scheduler
 from jaxpage.config import EngineConfig
 from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
@@ -332,6 +333,62 @@ def test_values_that_look_like_flags_of_vllm_stay_values():
         ["--ignore-eos"],
         {"optimization_level": 3},
     )
+
+
+DOTTED = {
+    "--speculative-config.method ngram --speculative_config.num_speculative_tokens=4": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}
+    },
+    "-sc.model a/b.c -sc.num_speculative_tokens 2": {
+        "speculative_config": {"model": "a/b.c", "num_speculative_tokens": 2}
+    },
+    '--hf-overrides {"a":1,"b":{"c":2}} --hf-overrides.b.d -3.5 --hf-overrides.a null': {
+        "hf_overrides": {"a": None, "b": {"c": 2, "d": -3.5}}
+    },
+    "--logit-bias.42 -1.5": {"logit_bias": {"42": -1.5}},
+    "--structured-outputs.json.type object": {"structured_outputs": {"json": {"type": "object"}}},
+}
+
+
+@pytest.mark.parametrize(("flags", "expected"), DOTTED.items(), ids=list(DOTTED))
+def test_keys_of_an_option_in_json_may_be_flags(flags, expected):
+    left, options = vllm_flags.take(["--prompt", "-sc.x", *flags.split()], cli.Generate)
+    assert options == {} and left[:2] == ["--prompt", "-sc.x"]
+    ((name, value),) = expected.items()
+    assert left[2:] == [f"--{name.replace('_', '-')}", json.dumps(value)]
+
+
+def test_an_object_has_the_place_of_its_first_key():
+    flags = "-sc.method ngram --stop a b -sc.num_speculative_tokens 2 --no-ignore-eos"
+    left, _ = vllm_flags.take(["--prompt", "--speculative-config", *flags.split()], cli.Generate)
+    value = '{"method": "ngram", "num_speculative_tokens": 2}'
+    assert left == [
+        *("--prompt", "--speculative-config", "--speculative-config", value),
+        *("--stop", "a", "b", "--no-ignore-eos"),
+    ]
+
+
+def test_keys_are_flags_of_commands_without_an_engine_too(capsys):
+    names = (
+        "--speculative-config.method ngram --speculative-config.num_speculative_tokens 3".split()
+    )
+    left, _ = vllm_flags.take(["m", *names, "--tp", "auto"], Plan)
+    given = {"method": "ngram", "num_speculative_tokens": 3}
+    assert left == ["m", "--speculative-config", json.dumps(given), "--tp", "auto"]
+    assert vllm_flags.take(["--compilation-config.mode", "3"], Plan)[0] != []
+    for flags, told in (
+        ("--speculative-config.method", "--speculative-config.method needs a value"),
+        ("-sc.method --tp 2", "-sc.method needs a value"),
+        ("-sc.method ngram -sc.method.x 3", "-sc.method.x: method is already 'ngram'"),
+        ("-sc. 3", "-sc. names no key"),
+    ):
+        assert cli.main(["plan", "m", *flags.split()]) == 2
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1
+    # Others are reported as before.
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "m", "--tp.x", "3"])
+    assert "Unrecognized options: --tp.x" in capsys.readouterr().err
 
 
 def test_flags_of_vllm_may_name_keys_of_an_option():

@@ -260,6 +260,22 @@ def test_drafts_follow_from_all_tokens_so_far():
     assert (default.prompt_lookup_min, default.prompt_lookup_max) == (5, 5)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"model": "ngram"},
+        {"model": "[ngram]"},
+        {"method": "[ngram]"},
+        {"method": "ngram", "model": "ngram"},
+    ],
+)
+def test_prompt_lookup_has_the_names_that_it_has_in_vllm(names):
+    """As a model too: nothing is looked up on the hub."""
+    config = SpeculativeConfig(num_speculative_tokens=4, **names)
+    assert config == SpeculativeConfig(num_speculative_tokens=4)
+    assert config.with_local_files() is config
+
+
 def test_nothing_is_left_to_interpret():
     config = resolve(kv_cache_memory_bytes="2G", logprobs_mode="processed_logprobs")
     assert config.kv_cache_memory_bytes == 2 * GIB

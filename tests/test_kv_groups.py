@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.kv_groups import first_seen_block, group_layers, longest_fitting, most_blocks
+from jaxpage.kv_groups import (
+    Location,
+    first_seen_block,
+    group_layers,
+    longest_fitting,
+    most_blocks,
+)
 
 
 def gemma3(num_layers: int) -> tuple[int | None, ...]:
@@ -16,7 +22,7 @@ def gemma3(num_layers: int) -> tuple[int | None, ...]:
 def test_layers_that_see_equally_far_are_one_group(windows):
     groups = group_layers(windows, max_model_len=100)
     assert groups.windows == windows[:1] and groups.num_arrays == 4
-    assert groups.layer_locations == ((0, 0), (0, 1), (0, 2), (0, 3))
+    assert groups.layer_locations == tuple(Location(0, array) for array in range(4))
 
 
 def test_a_window_that_no_sequence_outgrows_is_none():
@@ -27,8 +33,9 @@ def test_a_window_that_no_sequence_outgrows_is_none():
 def test_layers_of_one_kind_are_cut_into_groups_of_equal_size():
     groups = group_layers(gemma3(48), max_model_len=32768)  # the 12B model: 40 and 8
     assert groups.windows == (1024,) * 5 + (None,) and groups.num_arrays == 8
-    assert sorted(groups.layer_locations) == [(g, a) for g in range(6) for a in range(8)]
-    assert groups.layer_locations[5] == (5, 0) and groups.layer_locations[47] == (5, 7)
+    everywhere = [Location(g, a) for g in range(6) for a in range(8)]
+    assert sorted(groups.layer_locations) == everywhere
+    assert groups.layer_locations[5][:2] == (5, 0) and groups.layer_locations[47][:2] == (5, 7)
 
 
 def test_the_last_group_of_a_kind_may_have_fewer_layers():
@@ -46,7 +53,25 @@ def test_every_layer_has_a_place_of_its_own():
     windows = (8, None, 16, 8, None, 8, 16, 8, 8)
     groups = group_layers(windows, max_model_len=100)
     assert len(set(groups.layer_locations)) == len(windows)
-    assert [groups.windows[group] for group, _ in groups.layer_locations] == list(windows)
+    assert [groups.windows[location.group] for location in groups.layer_locations] == list(windows)
+
+
+def test_layers_with_smaller_kv_share_arrays():
+    """25 layers of size 8 have a window and 5 of size 4 none, as in Gemma 4 26B: two of these share an array."""
+    windows = tuple(None if layer % 6 == 5 else 1024 for layer in range(30))
+    sizes = tuple(4 if window is None else 8 for window in windows)
+    groups = group_layers(windows, 32768, sizes)
+    assert groups.windows == (1024,) * 9 + (None,) and groups.num_arrays == 3
+    full = [groups.layer_locations[layer] for layer in range(5, 30, 6)]
+    assert full == [Location(9, number // 2, number % 2) for number in range(5)]
+    assert len(set(groups.layer_locations)) == 30
+    assert all(location.part == 0 for location in set(groups.layer_locations) - set(full))
+
+
+def test_layers_of_different_size_and_the_same_window_are_groups_of_their_own():
+    groups = group_layers((None,) * 6, 100, (2, 1, 1, 2, 1, 1))
+    assert groups.windows == (None, None) and groups.num_arrays == 2
+    assert len(set(groups.layer_locations)) == 6
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 9])

@@ -46,12 +46,15 @@ class Cost:
         return self.instruction.op_name or self.instruction.name
 
 
-def costs_of(program: Program, estimates: Mapping[str, int | None] | None = None) -> list[Cost]:
+def costs_of(
+    program: Program, estimates: Mapping[str, int | None] | None = None, *, turns: int = 1
+) -> list[Cost]:
     """The costs of the instructions that run and cost something.
 
-    `estimates`: their cycles by name, instead of those in the text; None for a kernel.
+    `estimates`: their cycles by name, instead of those in the text; None for a kernel. `turns`: how often a loop runs
+    whose trip count is not known; within such a loop, others run once.
     """
-    return list(_costs(program, program.entry, 1, estimates))
+    return list(_costs(program, program.entry, 1, estimates, turns))
 
 
 def total_cycles(costs: Sequence[Cost]) -> int:
@@ -60,13 +63,19 @@ def total_cycles(costs: Sequence[Cost]) -> int:
 
 
 def _costs(
-    program: Program, name: str, times: int, estimates: Mapping[str, int | None] | None
+    program: Program,
+    name: str,
+    times: int,
+    estimates: Mapping[str, int | None] | None,
+    turns: int,
 ) -> Iterator[Cost]:
     """The costs of a computation that runs `times` times."""
     for each in program.computations.get(name, ()):
         called, trips = _called(each)
         if called:
-            branches = (list(_costs(program, c, times * trips, estimates)) for c in called)
+            inner = turns if trips else 1
+            runs = times * (trips or turns)
+            branches = (list(_costs(program, c, runs, estimates, inner)) for c in called)
             yield from min(branches, key=total_cycles)
             continue
         cycles = _cycles(each) if estimates is None else estimates.get(each.name, 0)
@@ -82,12 +91,12 @@ def _cycles(instruction: Instruction) -> int | None:
     return estimate if estimate < _SENTINEL else 0
 
 
-def _called(instruction: Instruction) -> tuple[Sequence[str], int]:
-    """The computations of which an instruction runs one, and how often it does."""
+def _called(instruction: Instruction) -> tuple[Sequence[str], int | None]:
+    """The computations of which an instruction runs one, and how often it does; None: not known."""
     line, opcode = instruction.line, instruction.opcode
     if opcode == "while" and (body := _BODY.search(line)):
         trips = _TRIPS.search(line)
-        return (body[1],), int(trips[1]) if trips else 1
+        return (body[1],), int(trips[1]) if trips else None
     if opcode == "conditional":
         if branches := _BRANCHES.search(line):
             return [name.strip().lstrip("%") for name in branches[1].split(",")], 1

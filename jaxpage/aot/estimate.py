@@ -6,7 +6,7 @@ Pure arithmetic on the result of `worker.measure`. Must not know compilers.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpage.aot.exchange import Collective, seconds_of
@@ -21,17 +21,18 @@ _BLOCK_SIZE = re.compile(r"needs a block_size that is a power of two and (at lea
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:
     """The fastest possible decode step, in ms. Weights and KV are read once, and meanwhile every token is multiplied by
-    the parameters, of experts only by its own; then devices exchange.
+    the parameters, of experts only by its own; then devices exchange. A draft model runs before.
     """
 
     weights: float
     kv: float
     products: float
     exchange: float
+    drafts: float = 0.0  # all passes of the draft model, without exchange
 
     @property
     def total(self) -> float:
-        return max(self.weights + self.kv, self.products) + self.exchange
+        return max(self.weights + self.kv, self.products) + self.exchange + self.drafts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,39 +85,76 @@ def _at_once(num_blocks: int, most: int, decoding: int) -> int:
 
 
 def decode_step(measured: dict[str, Any], batch: int, length: int) -> DecodeStep:
-    """The step of `batch` sequences of `length` tokens."""
-    chip, num_devices, links = measured["chip"], measured["num_devices"], Links(**measured["links"])
+    """The step of `batch` sequences of `length` tokens, each with all its drafts, as far as the largest step has room
+    for them. Before it the draft model decodes them one after the other, and in it computes all tokens but no logits.
+    """
+    drafts = measured["drafts"]
+    if drafts is None:
+        return _pass(measured, measured, (batch, batch, length))
+    num_tokens = num_checked(measured, batch)
+    step = _pass(measured, measured, (batch, num_tokens, length))
+    model = drafts["model"]
+    if model is None:
+        return step
+    each = _pass(measured, model, (batch, batch, length))
+    in_step = _pass(measured, without_head(model), (batch, num_tokens, length))
+    times = drafts["num_tokens"] if num_tokens > batch else 0
+    exchange = times * each.exchange + in_step.exchange
+    of_drafts = times * each.total + in_step.total - exchange
+    return replace(step, drafts=of_drafts, exchange=step.exchange + exchange)
+
+
+def without_head(model: dict[str, Any]) -> dict[str, Any]:
+    """What a pass needs that computes no logits."""
+    return model | {
+        "bytes_per_step": model["bytes_per_step"] - model["head_bytes"],
+        "flops_per_token": model["flops_per_token"] - model["head_flops"],
+        "exchange": [each for each in model["exchange"] if each[0] != "all-to-all"],
+    }
+
+
+def num_checked(measured: dict[str, Any], batch: int) -> int:
+    """Tokens of a step of `batch` sequences with their drafts, which get what is left of the step's tokens."""
+    most = measured["config"]["max_num_batched_tokens"]
+    return min(batch * (1 + measured["drafts"]["num_tokens"]), max(batch, most))
+
+
+def _pass(
+    measured: dict[str, Any], model: dict[str, Any], case: tuple[int, int, int]
+) -> DecodeStep:
+    """A pass through `model`, the plan's or its draft model. case: rows, all their tokens, their length."""
+    (batch, num_tokens, length), chip = case, measured["chip"]
+    num_devices, links = measured["num_devices"], Links(**measured["links"])
     exchange = sum(
-        seconds_of(Collective(*each), batch, num_devices, links) for each in measured["exchange"]
+        seconds_of(Collective(*each), num_tokens, num_devices, links) for each in model["exchange"]
     )
+    block_size = measured["config"]["block_size"]
     return DecodeStep(
-        weights=1000 * _bytes_per_step(measured, batch) / chip["bytes_per_second"],
-        kv=1000 * kv_bytes(measured, batch, length) / chip["bytes_per_second"],
-        products=1000 * batch * measured["flops_per_token"] / chip["flops_per_second"],
+        weights=1000 * _bytes_per_step(model, num_tokens) / chip["bytes_per_second"],
+        kv=1000 * kv_bytes(model, block_size, batch, length) / chip["bytes_per_second"],
+        products=1000 * num_tokens * model["flops_per_token"] / chip["flops_per_second"],
         exchange=1000 * exchange,
     )
 
 
-def kv_bytes(measured: dict[str, Any], count: int, kv_len: int) -> int:
+def kv_bytes(model: dict[str, Any], block_size: int, count: int, kv_len: int) -> int:
     """Bytes of keys and values that `count` rows read: of each KV-cache group the blocks within its window. A group
-    with fewer layers than another leaves some of a block unused.
+    with fewer layers than another leaves some of a block unused; layers may read the KV of others.
     """
-    block_size, groups = measured["config"]["block_size"], measured["kv_groups"]
-    most_layers = max(num_layers for _, num_layers in groups)
     in_layers = sum(
         num_layers * -(-(kv_len if window is None else min(kv_len, window)) // block_size)
-        for window, num_layers in groups
+        for window, num_layers in model["kv_groups"]
     )
-    return count * in_layers * measured["block_bytes"] // most_layers
+    return round(count * in_layers * model["layer_block_bytes"])
 
 
-def _bytes_per_step(measured: dict[str, Any], batch: int) -> float:
-    """Weights that a step reads. Of experts those that some token of the batch uses, if all are equally likely."""
-    experts = measured["experts"]
+def _bytes_per_step(model: dict[str, Any], num_tokens: int) -> float:
+    """Weights that a step reads. Of experts those that some of its tokens use, if all are equally likely."""
+    experts = model["experts"]
     if experts is None:
-        return measured["bytes_per_step"]
-    unused = (1 - experts["experts_per_token"] / experts["num_experts"]) ** batch
-    return measured["bytes_per_step"] - unused * experts["weight_bytes"]
+        return model["bytes_per_step"]
+    unused = (1 - experts["experts_per_token"] / experts["num_experts"]) ** num_tokens
+    return model["bytes_per_step"] - unused * experts["weight_bytes"]
 
 
 def _pool_bytes(measured: dict[str, Any], weight_bytes: int) -> int:
@@ -147,6 +185,11 @@ def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
     if in_int8["weight_bytes"] is not None:
         if (wanted + 1) * block <= _pool_bytes(measured, in_int8["weight_bytes"]):
             found.append("--quantization int8")
+    model = measured["drafts"] and measured["drafts"]["model"]
+    if model and (wanted + 1) * (block - model["block_bytes"]) <= _pool_bytes(
+        measured, weights - model["weight_bytes"]
+    ):
+        found.append("no draft model")
     for times in (2, 4, 8):
         if (wanted + 1) * block / times <= _pool_bytes(measured, weights // times):
             num_devices = times * measured["num_devices"]

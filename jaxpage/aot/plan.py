@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
-from jaxpage.aot.estimate import Estimate, estimate
+from jaxpage.aot.estimate import Estimate, decode_step, estimate
 from jaxpage.aot.process import Report, run
 from jaxpage.aot.replicas import RULE, Division, best, show_divisions, sizes_of
 from jaxpage.aot.step_time import show_times, step_times
@@ -27,6 +27,7 @@ from jaxpage.aot.topology import missing_compiler
 from jaxpage.aot.tpu_schedule import dump_variables
 from jaxpage.config import EngineConfig
 from jaxpage.environment import libtpu_flags
+from jaxpage.flags import JsonDict
 
 _HELP_OF_TP = (
     "devices that share the weights and the heads; auto compares all numbers that divide the target, with replicas on "
@@ -51,6 +52,8 @@ class Plan:
     block_size: int | None = None
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
+    # steps with drafts: {"method": "ngram", "num_speculative_tokens": 4}, or with a "model", whose config.json is read
+    speculative_config: Annotated[JsonDict, tyro.conf.arg(aliases=("-sc",))] = None
     gpu_memory_utilization: float = 0.92
     # print the ten parts of each step that would take the most time; not with --tp auto, which compiles no steps
     explain: bool = False
@@ -165,6 +168,7 @@ def show(measured: dict[str, Any], estimated: Estimate) -> str:
         + ", ".join(f"{name}={value}" for name, value in config.items() if value is not None),
         *_experts(measured),
         *_encoder(measured),
+        *_drafts(measured),
         "",
         f"{'on each device':<28}{'GiB':>8}",
         *(
@@ -183,6 +187,7 @@ def show(measured: dict[str, Any], estimated: Estimate) -> str:
         "fastest decode step (bytes over bandwidth, flops over peak, exchange over links): "
         + ", ".join(f"{step.total:.2f} ms at {b} x {n}" for (b, n), step in steps.items()),
         *_exchange(measured, estimated),
+        *_gain(measured, estimated),
         "",
         f"{'program':<18}{'compiled in':>12}{'temporaries':>14}  collectives",
     ]
@@ -218,6 +223,45 @@ def _encoder(measured: dict[str, Any]) -> list[str]:
         f"{encoder['weight_bytes'] / GIB:.2f} GiB of the weights, {encoder['num_parameters'] / 1e9:.2f} G parameters, "
         f"encode pictures; the largest picture has {encoder['largest']} patches"
     ]
+
+
+def _drafts(measured: dict[str, Any]) -> list[str]:
+    drafts = measured["drafts"]
+    if drafts is None:
+        return []
+    begin, model = f"drafts: at most {drafts['num_tokens']} of a row, by", drafts["model"]
+    if model is None:
+        return [f"{begin} prompt lookup"]
+    share = model["block_bytes"] / measured["block_bytes"]
+    reason = model["no_kernel_reason"]
+    return [
+        f"{begin} a model of {model['num_parameters'] / 1e9:.2f} G parameters: "
+        f"{model['weight_bytes'] / GIB:.2f} GiB of the weights, {share:.0%} of a KV block"
+        + (f"; its attention is plain XLA: {reason}" if reason else "")
+    ]
+
+
+def _gain(measured: dict[str, Any], estimated: Estimate) -> list[str]:
+    """What drafts cost: how many tokens a row must get of a step before they pay."""
+    drafts = measured["drafts"]
+    if drafts is None:
+        return []
+    steps = {(b, n): f"{b} x {n}" for b, n in estimated.decode}
+    without = {case: decode_step(measured | {"drafts": None}, *case).total for case in steps}
+    parts = [
+        f"{estimated.decode[case].total / without[case]:.2f} at {text} ({without[case]:.2f} ms without drafts)"
+        for case, text in steps.items()
+    ]
+    lines = [
+        f"such a step gives a row 1 to {1 + drafts['num_tokens']} tokens; drafts pay if these are more than "
+        + ", ".join(parts)
+    ]
+    if drafts["model"] is not None:
+        of_drafts = ", ".join(
+            f"{step.drafts:.2f} ms at {steps[case]}" for case, step in estimated.decode.items()
+        )
+        lines.insert(0, f"of which the draft model takes {of_drafts}")
+    return lines
 
 
 def _exchange(measured: dict[str, Any], estimated: Estimate) -> list[str]:

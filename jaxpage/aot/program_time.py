@@ -18,9 +18,10 @@ from jaxpage.aot.tpu_schedule import Schedule, base_name, schedules
 _MOST_PARTS = 40
 
 
-def time_of(program: Program, chip: Chip, dumped: Path | None) -> dict[str, Any]:
-    """`dumped`: the folder where libtpu writes schedules; None for a GPU."""
-    costs = costs_of(program, nanoseconds(program, chip) if dumped is None else None)
+def time_of(program: Program, chip: Chip, dumped: Path | None, *, turns: int = 1) -> dict[str, Any]:
+    """`dumped`: the folder where libtpu writes schedules; None for a GPU. `turns`: see `cycles.costs_of`."""
+    estimates = nanoseconds(program, chip) if dumped is None else None
+    costs = costs_of(program, estimates, turns=turns)
     parts = [
         {"what": _what(cost), "count": count, "cycles": cycles}
         for cost, count, cycles in grouped(costs)[:_MOST_PARTS]
@@ -34,14 +35,19 @@ def time_of(program: Program, chip: Chip, dumped: Path | None) -> dict[str, Any]
 
 
 def _kernels(calls: list[Cost], dumped: Path | None) -> list[dict[str, Any]]:
-    """Identical kernels are compiled, and dumped, once. `program`: None if its schedule was not found."""
+    """Identical kernels are compiled, and dumped, once. `program`: None if its schedule was not found; `width`: of the
+    rows of its first result.
+    """
     if dumped is None:
         number = sum(call.times for call in calls)
         return [{"name": "paged_attention", "count": number, "program": None}] if number else []
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    widths: dict[tuple[str, tuple[str, ...]], int] = {}
     for call in calls:
-        results = tuple(map(str, call.instruction.arrays))
-        counts[base_name(call.instruction.name), results] += call.times
+        arrays = call.instruction.arrays
+        key = base_name(call.instruction.name), tuple(map(str, arrays))
+        counts[key] += call.times
+        widths[key] = arrays[0].shape[-1] if arrays and arrays[0].shape else 0
     names = {name for name, _ in counts}
     found: dict[tuple[str, tuple[str, ...]], Schedule] = {}
     for schedule in schedules(dumped, sorted(names)) if names else ():
@@ -50,6 +56,7 @@ def _kernels(calls: list[Cost], dumped: Path | None) -> list[dict[str, Any]]:
         {
             "name": key[0],
             "count": count,
+            "width": widths[key],
             "program": dataclasses.asdict(found[key].program) if key in found else None,
         }
         for key, count in counts.items()

@@ -91,13 +91,18 @@ def best(divisions: Iterable[Division]) -> Division | None:
 def show_divisions(divisions: list[Division]) -> str:
     """A table with a line for each division, and the best one."""
     first = divisions[0]
-    length = first.length
+    length, drafts = first.length, first.measured["drafts"]
+    parts, told = "", ""
+    if drafts is not None:
+        parts = " + draft model" if drafts["model"] else ""
+        told = f", each with {drafts['num_tokens']} drafts; tokens/s if none of them is right"
+    wide = _width(first)
     lines = [
         f"{first.measured['target']}, {first.measured['num_chips']} chips; decode steps at best, in ms (weights + KV + "
-        f"exchange), with sequences of {length} tokens",
+        f"exchange{parts}), with sequences of {length} tokens{told}",
         "",
-        f"{'tp':>3}{'replicas':>10}{'fits':>6}{'weights':>9}{'KV tokens':>11}{'batch 1':>28}{f'batch {BATCH}':>28}"
-        f"{'full batch':>19}{'tokens/s per chip':>19}",
+        f"{'tp':>3}{'replicas':>10}{'fits':>6}{'weights':>9}{'KV tokens':>11}{'batch 1':>{wide}}"
+        f"{f'batch {BATCH}':>{wide}}{'full batch':>19}{'tokens/s per chip':>19}",
     ]
     lines += [_line(each) for each in divisions]
     chosen = best(divisions)
@@ -121,7 +126,7 @@ def _advice(largest: Division) -> str:
 
 
 def _line(division: Division) -> str:
-    found = division.estimate
+    found, wide = division.estimate, _width(division)
     cells = (
         f"{division.num_devices:>3}{division.num_replicas:>10}{'yes' if found.fits else 'no':>6}"
     )
@@ -131,10 +136,17 @@ def _line(division: Division) -> str:
     full = f"{division.step(division.full_batch).total:.2f} at {division.full_batch}"
     of_64 = _parts(division.step(BATCH)) if division.full_batch >= BATCH else "no room"
     return (
-        f"{cells}{division.num_kv_tokens:>11,}{_parts(division.step(1)):>28}{of_64:>28}{full:>19}"
+        f"{cells}{division.num_kv_tokens:>11,}{_parts(division.step(1)):>{wide}}{of_64:>{wide}}{full:>19}"
         f"{division.tokens_per_second_per_chip:>19,.0f}"
     )
 
 
 def _parts(step: DecodeStep) -> str:
-    return f"{step.total:.2f} ({step.weights:.2f} + {step.kv:.2f} + {step.exchange:.2f})"
+    drafts = f" + {step.drafts:.2f}" if step.drafts else ""
+    return f"{step.total:.2f} ({step.weights:.2f} + {step.kv:.2f} + {step.exchange:.2f}{drafts})"
+
+
+def _width(division: Division) -> int:
+    """Of a column of `_parts`."""
+    drafts = division.measured["drafts"]
+    return 36 if drafts and drafts["model"] else 28

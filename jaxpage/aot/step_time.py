@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.aot.attention_time import Rows, bundles
-from jaxpage.aot.estimate import Estimate, kv_bytes
+from jaxpage.aot.estimate import Estimate, kv_bytes, num_checked, without_head
 from jaxpage.aot.tpu_schedule import Region
 
 NOT_MODELLED = (
@@ -48,23 +48,34 @@ class StepTime:
 
 def step_times(measured: dict[str, Any], estimated: Estimate) -> list[StepTime]:
     """A decode step of each batch in the estimate, and the largest chunk of a prompt; [] if nothing was compiled."""
-    programs = {each["name"].split()[0]: each for each in measured["programs"]}
+    programs = {each["name"]: each for each in measured["programs"]}
     if not programs or any("time" not in each for each in programs.values()):
         return []
-    found = []
-    rows = programs["layers"]["name"].split()[1]
+    # The first one of each kind is the largest.
+    of_kind = {name.split()[0]: each for name, each in reversed(programs.items())}
+    drafts, found = measured["drafts"], []
+    in_decode = [of_kind["layers"], of_kind["sample"]]
+    if drafts is not None:
+        in_decode = [programs[drafts["forward"]], of_kind["verify"]]
+        in_decode += [of_kind["draft"]] if drafts["model"] else []
+    size = in_decode[0]["name"].split()[1]
     for (batch, length), best in estimated.decode.items():
         if batch == 1:  # runs a smaller program, which was not compiled
             continue
-        parts = _parts(measured, [programs["layers"], programs["sample"]], (batch, 1, length))
+        queries = 1 if drafts is None else max(1, num_checked(measured, batch) // batch)
+        parts = _parts(measured, in_decode, (batch, queries, length))
         parts.append(Part(what="exchange", count=1, ms=best.exchange))
-        found.append(_step(f"decode {batch} x {length}, {rows}", parts, best.total))
+        found.append(_step(f"decode {batch} x {length}, {size}", parts, best.total))
     chunk = measured["config"]["max_num_batched_tokens"]
-    parts = _parts(measured, [programs["forward"], programs["sample"]], (1, chunk, chunk))
-    chip = measured["chip"]
-    seconds = max(
-        chunk * measured["flops_per_token"] / chip["flops_per_second"],
-        measured["bytes_per_step"] / chip["bytes_per_second"],
+    parts = _parts(measured, [of_kind["forward"], of_kind["sample"]], (1, chunk, chunk))
+    chip, models = measured["chip"], [measured]
+    models += [without_head(drafts["model"])] if drafts and drafts["model"] else []
+    seconds = sum(
+        max(
+            chunk * model["flops_per_token"] / chip["flops_per_second"],
+            model["bytes_per_step"] / chip["bytes_per_second"],
+        )
+        for model in models
     )
     found.append(_step(f"prefill {chunk} tokens", parts, 1000 * seconds))
     return found
@@ -79,12 +90,10 @@ def _parts(
     measured: dict[str, Any], programs: list[dict[str, Any]], case: tuple[int, int, int]
 ) -> list[Part]:
     """case: rows, queries of each and their keys. Programs are as wide as they were compiled, however few the rows."""
-    chip, found = measured["chip"], []
-    count, query_len, kv_len = case
-    of_kv = 1000 * kv_bytes(measured, count, kv_len) / chip["bytes_per_second"]
+    found: list[Part] = []
+    of_cycle = 1000 / measured["chip"]["clock"]
     for program in programs:
         name, time = program["name"].split()[0], program["time"]
-        of_cycle = 1000 / chip["clock"]
         listed = 0
         for each in time["parts"]:
             listed += each["cycles"]
@@ -99,45 +108,88 @@ def _parts(
             found.append(
                 Part(what=what, count=kernel["count"], ms=kernel["count"] * once * of_cycle)
             )
-    kernels = [each for each in programs[0]["time"]["kernels"] if each["name"] == "paged_attention"]
-    if chip["platform"] == "gpu":
-        calls = sum(kernel["count"] for kernel in kernels)
-        return [*found, _gpu_attention(measured, case, of_kv, calls)]
-    kernels = [each for each in kernels if each["program"] is not None]
-    total = 1000 / chip["clock"] * sum(_bundles(measured, kernel, case) for kernel in kernels)
-    calls = sum(kernel["count"] for kernel in kernels) or 1
-    bound = "bundles" if total > of_kv else "bytes"
-    found.append(Part(what=f"attention ({bound})", count=calls, ms=max(total, of_kv)))
+    return found + _attention_parts(measured, programs, case)
+
+
+def _attention_parts(
+    measured: dict[str, Any], programs: list[dict[str, Any]], case: tuple[int, int, int]
+) -> list[Part]:
+    """Of the model, and of a draft model: in the first program, and in each pass of `draft`."""
+    found = [_attention(measured, measured, programs[0], case, "attention")]
+    drafts = measured["drafts"]
+    if drafts is None or drafts["model"] is None:
+        return found
+    cases = [(programs[0], case)]
+    cases += [(x, (case[0], 1, case[2])) for x in programs if x["name"].startswith("draft")]
+    for program, its_case in cases:
+        what = f"attention of the draft model in {program['name'].split()[0]}"
+        found.append(_attention(measured, drafts["model"], program, its_case, what))
     return found
 
 
-def _bundles(measured: dict[str, Any], kernel: dict[str, Any], case: tuple[int, int, int]) -> float:
+def _attention(
+    measured: dict[str, Any],
+    model: dict[str, Any],
+    program: dict[str, Any],
+    case: tuple[int, int, int],
+    what: str,
+) -> Part:
+    """The attention of the plan's model or its draft model in a program."""
+    chip, block_size = measured["chip"], measured["config"]["block_size"]
+    kernels = _kernels_of(measured, model, program)
+    calls = sum(kernel["count"] for kernel in kernels)
+    passes = measured["drafts"]["num_tokens"] if program["name"].startswith("draft") else 1
+    count, _, kv_len = case
+    of_kv = 1000 * passes * kv_bytes(model, block_size, count, kv_len) / chip["bytes_per_second"]
+    if chip["platform"] == "gpu":
+        of_pairs = 1000 * passes * _seconds_of_pairs(chip, model, case)
+        of_bytes = of_kv / chip["copy_share"]
+        bound = "flops" if of_pairs > of_bytes else "bytes"
+        ms = max(of_pairs, of_bytes) + 1000 * calls * chip["seconds_per_kernel"]
+        return Part(what=f"{what} ({bound})", count=calls, ms=ms)
+    kernels = [each for each in kernels if each["program"] is not None]
+    total = 1000 / chip["clock"] * sum(_bundles(model, kernel, case) for kernel in kernels)
+    bound = "bundles" if total > of_kv else "bytes"
+    return Part(what=f"{what} ({bound})", count=calls or 1, ms=max(total, of_kv))
+
+
+def _kernels_of(
+    measured: dict[str, Any], model: dict[str, Any], program: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The attention kernels of a program that are of `model`, by the width of their results. Where this does not tell,
+    all are the plan's model's, except in `draft`.
+    """
+    kernels = [each for each in program["time"]["kernels"] if each["name"] == "paged_attention"]
+    drafts = measured["drafts"] and measured["drafts"]["model"]
+    if not drafts or program["name"].startswith("draft"):
+        return kernels
+    own, other = (each["attention_flops"] // 4 for each in (measured, drafts))
+    is_for_drafts = model is drafts
+    return [x for x in kernels if (x.get("width") == other != own) == is_for_drafts]
+
+
+def _bundles(model: dict[str, Any], kernel: dict[str, Any], case: tuple[int, int, int]) -> float:
     """The bundles of all calls of an attention kernel. Layers with a window call it for fewer keys."""
     (count, query_len, kv_len), region = case, Region.of(kernel["program"])
-    tiles = measured["attention_tiles"]["decode" if query_len == 1 else "prefill"]
-    num_layers = sum(layers for _, layers in measured["kv_groups"])
+    tiles = model["attention_tiles"]["decode" if query_len == 1 else "prefill"]
+    num_layers = sum(layers for _, layers in model["kv_groups"])
     total = 0.0
-    for window, layers in measured["kv_groups"]:
+    for window, layers in model["kv_groups"]:
         rows = Rows(count=count, query_len=query_len, kv_len=kv_len, window=window, **tiles)
         total += kernel["count"] * layers / num_layers * bundles(region, rows)
     return total
 
 
-def _gpu_attention(
-    measured: dict[str, Any], case: tuple[int, int, int], of_kv: float, calls: int
-) -> Part:
-    """`of_kv`: ms of all keys and values at the peak rate."""
-    chip, (count, query_len, kv_len) = measured["chip"], case
+def _seconds_of_pairs(
+    chip: dict[str, Any], model: dict[str, Any], case: tuple[int, int, int]
+) -> float:
+    """Of all pairs of a query and a key that it sees, on a GPU."""
+    count, query_len, kv_len = case
     pairs = count * sum(
         layers * sum(_seen(end, window) for end in range(kv_len - query_len + 1, kv_len + 1))
-        for window, layers in measured["kv_groups"]
+        for window, layers in model["kv_groups"]
     )
-    rate = chip["flops_per_second"] * chip["product_share"]
-    of_flops = 1000 * pairs * measured["attention_flops"] / rate
-    of_bytes = of_kv / chip["copy_share"]
-    bound = "flops" if of_flops > of_bytes else "bytes"
-    ms = max(of_flops, of_bytes) + 1000 * calls * chip["seconds_per_kernel"]
-    return Part(what=f"attention ({bound})", count=calls, ms=ms)
+    return pairs * model["attention_flops"] / (chip["flops_per_second"] * chip["product_share"])
 
 
 def _seen(num_keys: int, window: int | None) -> int:

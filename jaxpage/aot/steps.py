@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -53,15 +54,19 @@ def exchange_of(spec: EngineSpec) -> list[Collective]:
 
 def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collective]:
     """Where some heads are padding: q, k and v, if their weights are sharded, and the outputs of all heads."""
-    model = spec.model.config
-    shares = share_heads(model.num_heads, model.num_kv_heads, spec.num_devices)
-    if not shares.has_padding:
+    model, itemsize = spec.model.config, jnp.dtype(spec.model.config.dtype).itemsize
+    outputs = Counter[int]()  # bytes -> layers
+    for layer in range(model.num_layers):
+        heads = model.kv_heads(layer)
+        shares = share_heads(model.num_heads, heads.num, spec.num_devices)
+        if shares.has_padding:
+            num_heads = shares.num_devices * shares.query_heads_of_a_device
+            outputs[num_heads * heads.head_dim * itemsize] += 1
+    if not outputs:
         return []
-    itemsize = jnp.dtype(model.dtype).itemsize
-    num_heads = shares.num_devices * shares.query_heads_of_a_device
-    out = Collective("all-gather", model.num_layers, num_heads * model.head_dim * itemsize)
+    found = [Collective("all-gather", count, size) for size, count in outputs.items()]
     projections = [each for each in divided if each.axes[0] in ("heads", "kv_heads")]
-    return [out, *(Collective("all-gather", 1, each.shape[0] * itemsize) for each in projections)]
+    return found + [Collective("all-gather", 1, each.shape[0] * itemsize) for each in projections]
 
 
 def most_temp_bytes(spec: EngineSpec) -> int:
@@ -69,11 +74,15 @@ def most_temp_bytes(spec: EngineSpec) -> int:
     logits, and some as large as the widest layer's results for all tokens. On a GPU, XLA keeps more of them alive at
     once, and gathered arrays too.
     """
-    config, model, num_devices = spec.config, spec.model.config, spec.num_devices
-    is_gpu = spec.hardware.platform == "gpu"
-    logits = 4 * config.max_num_seqs * model.vocab_size // num_devices
-    mlp = 2 * config.max_num_batched_tokens * model.intermediate_size // num_devices
-    most = 10 * logits + (10 if is_gpu else 4) * mlp + model.num_layers * 2 * MIB
+    logits = 4 * spec.config.max_num_seqs * spec.model.config.vocab_size // spec.num_devices
+    return 10 * logits + most_temp_bytes_of_layers(spec)
+
+
+def most_temp_bytes_of_layers(spec: EngineSpec) -> int:
+    """The same of a step without logits."""
+    model, is_gpu = spec.model.config, spec.hardware.platform == "gpu"
+    mlp = 2 * spec.config.max_num_batched_tokens * model.intermediate_size // spec.num_devices
+    most = (10 if is_gpu else 4) * mlp + model.num_layers * 2 * MIB
     return most + (512 if is_gpu else 64) * MIB
 
 

@@ -12,11 +12,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,35 +23,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 
 from jaxpage.aot.contents import copies_of_size, exchanges, kernel_calls
-from jaxpage.aot.experts import (
-    exchange_of_experts,
-    num_active,
-    numbers_of,
-    temp_bytes_of_experts,
-)
 from jaxpage.aot.hlo import Program, parse
+from jaxpage.aot.model_numbers import (
+    forward_of_drafts,
+    numbers_of_drafts,
+    numbers_of_model,
+    temp_bytes_at_most,
+)
 from jaxpage.aot.pictures import numbers_of_encoder, temp_bytes_of_encoder
 from jaxpage.aot.process import Report, serve
 from jaxpage.aot.program_time import time_of
-from jaxpage.aot.steps import attention_tiles, exchange_of, most_temp_bytes
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of
 from jaxpage.composition import executable_cache, size
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.environment import compiler_flags
-from jaxpage.models.decoder import CausalLM
 from jaxpage.ops.attention import max_blocks
-from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.lowering import Lowerings
 from jaxpage.runner.memory import pool_bytes_of
 from jaxpage.runner.programs import Lowering, compile_program, num_cores, step_bytes
-from jaxpage.weights.spec import specs
-from jaxpage.weights.transform import quantize
 
 LENGTHS = (1024, 8192, 32768)  # sequence lengths for which the largest batch is computed
 
@@ -88,6 +80,15 @@ def make_job(
     Without `num_gpu_blocks_override` the pool gets half of the memory that the weights leave, so that a copy of it
     would show in the temporaries.
     """
+    spec = _transformed_spec(options, target, num_devices)
+    num_blocks = spec.config.num_gpu_blocks_override
+    if num_blocks is None:
+        half = _pool_bytes(spec, target, 0) // 2
+        num_blocks = max(2, min(half // spec.block_bytes, *map(max_blocks, spec.pools)))
+    return CompileJob(spec=spec.with_blocks(num_blocks), target=target, dumped=dumped)
+
+
+def _transformed_spec(options: dict[str, Any], target: Target, num_devices: int) -> EngineSpec:
     mesh = mesh_of(target, num_devices)
     spec = make_engine_spec(
         EngineConfig.from_options(**options),
@@ -96,11 +97,7 @@ def make_job(
         mesh=mesh,
     )
     spec.transform_weights()
-    num_blocks = spec.config.num_gpu_blocks_override
-    if num_blocks is None:
-        half = _pool_bytes(spec, target, 0) // 2
-        num_blocks = max(2, min(half // spec.block_bytes, *map(max_blocks, spec.pools)))
-    return CompileJob(spec=spec.with_blocks(num_blocks), target=target, dumped=dumped)
+    return spec
 
 
 def measure(
@@ -119,27 +116,27 @@ def measure(
     """
     job = make_job(options, target, num_devices, dumped)
     spec = job.spec
-    config, weights = spec.config, spec.weight_bytes
+    config = spec.config
     # If the weights alone do not fit, there is nothing to compile.
     fits = _pool_bytes(spec, target, 0) > 0
     state_bytes = job.lowerings.state_bytes
     encoder = numbers_of_encoder(spec)
-    of_encoder = encoder["weight_bytes"] if encoder else 0
     programs: list[dict[str, Any]] = []
     temp_bytes = 0
     if fits and compiles:
         programs = _cached_or_measured(job, partial(_compile_largest, job, report))
-        temp_bytes = largest_step_bytes(programs, config.decode_steps)
+        # A smaller `forward` needs no more than the largest.
+        others = [each for each in programs[3:] if not each["name"].startswith("forward")]
+        temp_bytes = largest_step_bytes(programs[:3] + others, config.decode_steps)
     elif fits:
         largest = temp_bytes_of_encoder(encoder["largest"]) if encoder else 0
-        temp_bytes = max(most_temp_bytes(spec) + temp_bytes_of_experts(spec), largest)
+        temp_bytes = max(temp_bytes_at_most(spec), largest)
     sized = size(
         spec,
         available=partial(_pool_bytes, spec, target),
         step_memory=lambda _: state_bytes + temp_bytes,
         must_fit=False,
     )
-    embedding = weights["model.embed_tokens.weight"] if spec.model.lm_head is not None else 0
     lengths = sorted({n for n in LENGTHS if n < config.max_model_len} | {config.max_model_len})
     return {
         "target": target.name,
@@ -149,12 +146,9 @@ def measure(
         "chip": dataclasses.asdict(target.chip),
         "num_chips": target.num_chips,
         "links": dataclasses.asdict(target.links(num_devices)),
-        "exchange": [*exchange_of(spec), *exchange_of_experts(spec)],
-        "weight_bytes": sum(weights.values()),
-        # A step reads only a few rows of an embedding that is not tied to the head.
-        "bytes_per_step": sum(weights.values()) - embedding - of_encoder,
-        "flops_per_token": 2 * _num_multiplied(spec.model, embedding > 0) // num_devices,
-        "experts": numbers_of(spec),
+        **numbers_of_model(spec),
+        "drafts": numbers_of_drafts(spec),
+        "weight_bytes": sum(spec.weight_bytes.values()),
         "encoder": encoder,
         "state_bytes": state_bytes,
         "temp_bytes": temp_bytes,
@@ -165,8 +159,8 @@ def measure(
         "blocks": {str(n): _blocks(spec, n) for n in lengths},
         "longest": [[n, spec.footprint.num_blocks(n)] for n in _shorter(config.max_model_len)],
         "programs": programs,
-        **_attention(job, programs),
-        "in_int8": _in_int8(spec),
+        "attention": _attention(job, programs),
+        "in_int8": _in_int8(job, options),
     }
 
 
@@ -196,20 +190,22 @@ def compile_and_inspect(
         "exchanges": exchanges(contents),
         "pool_copies": list(copies_of_size(contents, job.pool_shapes)),
         "kernels": kernel_calls(contents),
-        **_time(job, contents),
+        **_time(job, name, contents),
     }
 
 
-def _time(job: CompileJob, program: Program) -> dict[str, Any]:
-    """Empty for a TPU whose schedules are not dumped."""
+def _time(job: CompileJob, name: str, program: Program) -> dict[str, Any]:
+    """Empty for a TPU whose schedules are not dumped. All drafts are made, and all are right."""
     if job.target.chip.platform == "tpu" and job.dumped is None:
         return {}
-    return {"time": time_of(program, job.target.chip, job.dumped)}
+    num_drafts = job.spec.config.num_drafts
+    turns = {"draft": num_drafts, "verify": 1 + num_drafts}.get(name.split()[0], 1)
+    return {"time": time_of(program, job.target.chip, job.dumped, turns=turns)}
 
 
 def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
     """The layers of the largest decode step, and the largest `forward` and `sample` programs. If there are any, the
-    largest `draft` and `verify` programs and the largest encoder.
+    largest `draft` and `verify` programs and the largest encoder, and the `forward` of the largest step with drafts.
     """
     buckets = job.spec.buckets
     decode = [bucket for bucket in buckets if bucket.decode][-1]
@@ -217,6 +213,8 @@ def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
     forward, sample = buckets[-1].programs(buckets[-1].num_rows)
     lowerings = job.lowerings.programs | {layers: partial(job.lowerings.layers_of, decode)}
     others = tuple(name for names in job.lowerings.of_features for name in names[-1:])
+    if job.spec.config.num_drafts and (checked := forward_of_drafts(job.spec)) != forward:
+        others += (checked,)
     # The longest compilation first: there may be fewer threads than programs.
     order = (forward, sample, layers, *others)
     report({"compiling": order})
@@ -285,36 +283,29 @@ def _cached_or_measured(
     return programs
 
 
-def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any]:
-    """ "kernel" if the steps call it, else "plain XLA" and the reason; the kernel's tiles on a TPU; flops; groups."""
-    reason = job.spec.no_kernel_reason
-    served = f"plain XLA: {reason}" if reason else "plain XLA"
-    if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
-        served = "kernel"
-    model = job.spec.model.config
-    shares = share_heads(model.num_heads, model.num_kv_heads, job.spec.num_devices)
-    groups = job.spec.groups
-    layers = Counter(group for group, _ in groups.layer_locations)
-    return {
-        "attention": served,
-        "attention_tiles": attention_tiles(job.spec),
-        # For each pair of a query and a key that it sees, in a layer of a device.
-        "attention_flops": 4 * shares.query_heads_of_a_device * model.head_dim,
-        # Of each KV-cache group its window and number of layers.
-        "kv_groups": [[window, layers[number]] for number, window in enumerate(groups.windows)],
-    }
+def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> str:
+    """ "kernel" if the steps call it, else "plain XLA" and the reason."""
+    if reason := job.spec.no_kernel_reason:
+        return f"plain XLA: {reason}"
+    names = (name for each in programs for name, _ in each["kernels"])
+    return "kernel" if any("paged_attention" in name for name in names) else "plain XLA"
 
 
-def _in_int8(spec: EngineSpec) -> dict[str, int | None]:
-    """Bytes of weights and of a KV block in int8; None where they are quantised already."""
-    weights = block = None
+def _in_int8(job: CompileJob, options: dict[str, Any]) -> dict[str, int | None]:
+    """Bytes of weights and of a KV block in int8, those of a draft model too; None where the model's are quantised
+    already.
+    """
+    spec, weights, block = job.spec, None, None
     if spec.config.quantization in (None, "dequantize"):
-        model = nnx.clone(spec.model)
-        quantize(model, spec.kernels.of_matmul)
-        weights = sum(dataclasses.replace(spec, model=model).weight_bytes.values())
+        rounded = _transformed_spec(
+            options | {"quantization": "int8"}, job.target, spec.num_devices
+        )
+        weights = sum(rounded.weight_bytes.values())
     if spec.pool.format is None:
-        pool = dataclasses.replace(spec.pool, format="int8")
-        block = dataclasses.replace(spec, pool=pool).block_bytes
+        rounded = _transformed_spec(
+            options | {"kv_cache_dtype": "int8"}, job.target, spec.num_devices
+        )
+        block = rounded.block_bytes
     return {"weight_bytes": weights, "block_bytes": block}
 
 
@@ -331,12 +322,6 @@ def _options_shown(config: ResolvedConfig) -> dict[str, Any]:
     names = ("dtype", "kv_cache_dtype", "quantization", "max_model_len", "block_size")
     names += ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
     return {name: getattr(config, name) for name in names}
-
-
-def _num_multiplied(model: CausalLM, has_own_head: bool) -> int:
-    """Parameters by which a token is multiplied."""
-    embedding = specs(model)["model.embed_tokens.weight"]
-    return num_active(model) - (math.prod(embedding.shape) if has_own_head else 0)
 
 
 def _blocks(spec: EngineSpec, num_tokens: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ Knows the names of transformers' config attributes. Must not know parameters or 
 from __future__ import annotations
 
 from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -87,6 +87,23 @@ class Scales:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gemma4Options:
+    """What only Gemma 4 has."""
+
+    values_are_keys: bool  # in layers without a window, before the norms of both
+    wide_shared_mlp: bool  # twice as wide in layers without KV of their own
+    per_layer_size: int  # of the embeddings of a token for each layer; 0: none
+    per_layer_vocab_size: int  # of these
+
+
+class KVHeads(NamedTuple):
+    """The KV heads of a layer."""
+
+    num: int
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only model. `windows` and `ropes` have one entry per layer; biases are off by default."""
 
@@ -118,6 +135,28 @@ class ModelConfig:
     initializer_range: float = 0.02  # standard deviation of dummy weights
     vision: VisionConfig | None = None  # of the model's `visual`, if it takes pictures
     experts: ExpertsConfig | None = None
+    # Of layers without a window; None: `num_kv_heads` and `head_dim`, as in all others.
+    full_heads: KVHeads | None = None
+    # Number of layers, the last ones, without keys and values of their own: each reads those of the last layer before
+    # them with the same window.
+    num_kv_shared_layers: int = 0
+    gemma4: Gemma4Options | None = None
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.num_layers - self.num_kv_shared_layers
+
+    def kv_heads(self, layer: int) -> KVHeads:
+        if self.full_heads is not None and self.windows[layer] is None:
+            return self.full_heads
+        return KVHeads(self.num_kv_heads, self.head_dim)
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values layer `layer` reads."""
+        if layer < self.num_kv_layers:
+            return layer
+        own = self.windows[: self.num_kv_layers]
+        return max(index for index, window in enumerate(own) if window == self.windows[layer])
 
 
 _COUNTS = (
@@ -153,6 +192,8 @@ def decoder_config(
     if length < 1:
         raise ValueError(f"max_model_len is {length}; it must be at least 1")
     layer_types = _layer_types(hf)
+    full: KVHeads | None = facts.get("full_heads")
+    head_dims = {_SLIDING: head_dim, _FULL: full.head_dim if full else head_dim}
     windows = tuple(hf.sliding_window if kind == _SLIDING else None for kind in layer_types)
     attention_bias = bool(getattr(hf, "attention_bias", False))
     fields = {
@@ -170,7 +211,7 @@ def decoder_config(
         "activation": activation_of(hf, architecture),
         "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "windows": windows,
-        "ropes": layer_ropes(hf, layer_types, head_dim=head_dim, max_model_len=length),
+        "ropes": layer_ropes(hf, layer_types, head_dim=head_dims, max_model_len=length),
         "attention_scale": head_dim**-0.5,
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,

@@ -41,7 +41,11 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, index: int, norm: Norm):
         self.config, self.index = config, index
-        embed, head_dim = config.hidden_size, config.head_dim
+        # Of the projections besides q_proj those that the layer has, or had before they were joined.
+        self.kv_projections: tuple[str, ...] = ("k_proj", "v_proj")
+        num_kv_heads, head_dim = config.kv_heads(index)
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        embed = config.hidden_size
         init, dtype = Normal(config.initializer_range), config.dtype
 
         def projection(num_heads: int, axis: str) -> Linear:
@@ -55,8 +59,8 @@ class SelfAttention(nnx.Module):
             )
 
         self.q_proj = projection(config.num_heads, "heads")
-        self.k_proj = projection(config.num_kv_heads, "kv_heads")
-        self.v_proj = projection(config.num_kv_heads, "kv_heads")
+        self.k_proj: Linear | None = projection(num_kv_heads, "kv_heads")
+        self.v_proj: Linear | None = projection(num_kv_heads, "kv_heads")
         self.o_proj = Linear(
             (embed, config.num_heads * head_dim),
             axes=("embed", "heads"),
@@ -67,13 +71,19 @@ class SelfAttention(nnx.Module):
         )
         sizes = (head_dim, head_dim)
         if config.qk_norm == "projection":
-            sizes = (config.num_heads * head_dim, config.num_kv_heads * head_dim)
+            sizes = (config.num_heads * head_dim, num_kv_heads * head_dim)
         norms = [norm(size, axis="head_dim", eps=config.norm_eps, dtype=dtype) for size in sizes]
         self.q_norm, self.k_norm = norms if config.qk_norm else (None, None)
         self.qkv_proj: Linear | None = (
             None  # the three projections as one Linear, see `weights.transform`
         )
         self.sinks: nnx.Param | None = None  # [H], of families that have them
+
+    @property
+    def projection_sizes(self) -> dict[str, int]:
+        """Outputs of each projection of the input, in the order in which they are joined."""
+        of_kv = dict.fromkeys(self.kv_projections, self.num_kv_heads * self.head_dim)
+        return {"q_proj": self.config.num_heads * self.head_dim} | of_kv
 
     def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
         config = self.config
@@ -94,20 +104,22 @@ class SelfAttention(nnx.Module):
     def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [..., H, D], k and v [..., K, D]; q and k normalised and rotated."""
         config, joined = self.config, None if self.qkv_proj is None else self.qkv_proj(x)
-        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        heads = (config.num_heads, self.num_kv_heads, self.num_kv_heads)
         interleaved = config.ropes[self.index].interleaved
         if joined is not None and not config.qk_norm:
             return rotation.split(joined, heads, interleaved=interleaved)
         if joined is not None:
             q, k, v = (part.reshape(*x.shape[:-1], -1) for part in split(joined, heads))
         else:
+            assert self.k_proj is not None and self.v_proj is not None
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if config.qk_norm == "projection" and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.reshape(*x.shape[:-1], -1, config.head_dim) for part in (q, k, v))
+        q, k, v = (part.reshape(*x.shape[:-1], -1, self.head_dim) for part in (q, k, v))
         if config.qk_norm is True and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return *rotation.turn(q, k, interleaved=interleaved), v
+        q, k = rotation.turn(q, k, interleaved=interleaved)
+        return q, k, v
 
 
 class MLP(nnx.Module):
@@ -219,14 +231,19 @@ class Decoder(nnx.Module):
             rope: Rotation(*rope.arrays(positions, x.dtype, three=three), rotate=inputs.rotate)
             for rope in ropes
         }
-        more: dict[str, Any] = {}
-        if config.experts is not None:
-            more = {"is_token": inputs.is_token, "load": inputs.expert_load}
-        for index, (layer, rope) in enumerate(zip(self.layers, config.ropes, strict=True)):
+        given = zip(self.layers, config.ropes, self.layer_inputs(inputs, x), strict=True)
+        for index, (layer, rope, more) in enumerate(given):
             x = layer(x, rotations[rope], inputs.attention, **more)
             if index < len(deeper):
                 x += deeper[index]
         return self.norm(x)
+
+    def layer_inputs(self, inputs: ForwardInput, x: jax.Array) -> list[dict[str, Any]]:
+        """Further arguments of each layer. x: the first layer's input."""
+        more: dict[str, Any] = {}
+        if self.config.experts is not None:
+            more = {"is_token": inputs.is_token, "load": inputs.expert_load}
+        return [more] * self.config.num_layers
 
 
 class CausalLM(nnx.Module):
@@ -238,9 +255,10 @@ class CausalLM(nnx.Module):
         *,
         layer: Callable[..., nnx.Module] = DecoderLayer,
         norm: Norm = RMSNorm,
+        decoder: type[Decoder] = Decoder,
     ):
         self.config = config
-        self.model = Decoder(config, layer, norm)
+        self.model = decoder(config, layer, norm)
         head = Linear(
             (config.vocab_size, config.hidden_size),
             axes=("vocab", "embed"),

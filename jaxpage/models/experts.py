@@ -123,12 +123,16 @@ class MixtureOfExperts(nnx.Module):
         x: jax.Array,
         is_token: jax.Array | None = None,
         load: list[jax.Array] | None = None,
+        *,
+        router_input: jax.Array | None = None,
     ) -> jax.Array:
         """[..., T, E]. is_token: bool[..., T]; the others are padding, which no expert computes. `load`: see
-        `ForwardInput.expert_load`.
+        `ForwardInput.expert_load`. router_input: [..., T, E], x by default.
         """
         rows = x.reshape(-1, x.shape[-1])
-        chosen, shares = self.gate.choose(rows)
+        chosen, shares = self.gate.choose(
+            rows if router_input is None else router_input.reshape(rows.shape)
+        )
         if is_token is not None:
             chosen = jnp.where(is_token.reshape(-1, 1), chosen, self.settings.num_experts)
         if load is not None:

@@ -111,10 +111,8 @@ def _linear_layers(
     model: CausalLM,
 ) -> Iterator[tuple[nnx.Module, str, Linear, dict[str, int]]]:
     """(module, attribute, layer, outputs of its parts) of the layers that support adapters."""
-    config = model.config
-    kv = config.num_kv_heads * config.head_dim
-    qkv = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
     for _, module in nnx.iter_modules(model.model.layers):
+        qkv = getattr(module, "projection_sizes", {})
         for name in ("qkv_proj", "gate_up_proj", *_LAYERS):
             layer = getattr(module, name, None)
             if isinstance(layer, Linear):

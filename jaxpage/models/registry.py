@@ -6,7 +6,7 @@ Knows families; must not know devices, meshes or files.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from jaxpage.models.gemma import (
     gemma3_text_config,
     gemma_with_pictures,
 )
+from jaxpage.models.gemma4 import gemma4, gemma4_config
 from jaxpage.models.glm import glm4, glm_config
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
 from jaxpage.models.granite import granite, granite_config, granite_moe_config
@@ -53,20 +54,22 @@ from jaxpage.models.sources import (
     Place,
     ernie_experts,
     ernie_name,
+    further_layer,
     fused_gate_up,
     fused_projections,
+    gemma4_experts,
     gpt_oss_experts,
     granite_experts,
     granite_name,
-    layers_after_the_last,
     minimax_experts,
     minimax_name,
     mixtral_experts,
     mtp_modules,
-    no_tensor,
+    nothing,
     same_name,
     same_names,
     separate_experts,
+    shared_kv,
     text_and_pictures,
     text_part,
     turned_experts,
@@ -93,14 +96,18 @@ class Family:
     weight_map: Callable[[ModelConfig], dict[str, Place]] = same_names
     # A tensor's name in the checkpoint -> ours; None: it belongs to an unsupported part.
     tensor_name: Callable[[str], str | None] = same_name
-    # Whether a checkpoint's tensor only serves to predict further tokens; those are not used.
-    predicts_further: Callable[[ModelConfig, str], bool] = no_tensor
+    # Whether a tensor, under our name, is of a part of the text model that computes nothing.
+    is_idle: Callable[[ModelConfig, str], bool] = nothing
     # For families that take pictures, creates the processor: (hf, settings, *, tokenizer, options). Their ModelConfig
     # has a `vision`, their model a `visual`.
     processor: Callable[..., PictureProcessor] | None = None
     # The same checkpoints without their encoder, for engines without pictures.
     text_only: Family | None = None
 
+
+_GEMMA_4 = Family(
+    config_from_hf=gemma4_config, module=gemma4, weight_map=gemma4_experts, is_idle=shared_kv
+)
 
 REGISTRY: dict[str, Family] = {
     "Cohere2ForCausalLM": Family(config_from_hf=cohere2_config, module=cohere),
@@ -111,7 +118,7 @@ REGISTRY: dict[str, Family] = {
         config_from_hf=ernie_moe_config,
         weight_map=ernie_experts,
         tensor_name=ernie_name,
-        predicts_further=mtp_modules,
+        is_idle=mtp_modules,
     ),
     "Exaone4ForCausalLM": Family(
         config_from_hf=exaone4_config, module=partial(post_norm, norm=RMSNorm)
@@ -126,12 +133,14 @@ REGISTRY: dict[str, Family] = {
         # Kernels support it, and trainers have no tower.
         text_only=Family(config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part),
     ),
+    "Gemma4ForCausalLM": _GEMMA_4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA_4, tensor_name=text_part),
+    "Gemma4UnifiedForCausalLM": _GEMMA_4,
+    "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA_4, tensor_name=text_part),
     "GemmaForCausalLM": Family(config_from_hf=gemma1_config, module=gemma1),
     "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
     "Glm4MoeForCausalLM": Family(
-        config_from_hf=glm4_moe_config,
-        weight_map=separate_experts,
-        predicts_further=layers_after_the_last,
+        config_from_hf=glm4_moe_config, weight_map=separate_experts, is_idle=further_layer
     ),
     "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
     "GptOssForCausalLM": Family(
@@ -149,7 +158,7 @@ REGISTRY: dict[str, Family] = {
         config_from_hf=minimax_m2_config,
         weight_map=minimax_experts,
         tensor_name=minimax_name,
-        predicts_further=layers_after_the_last,
+        is_idle=further_layer,
     ),
     "Ministral3ForCausalLM": Family(config_from_hf=ministral3_config),
     "MinistralForCausalLM": Family(),
@@ -242,12 +251,14 @@ def weight_map(config: ModelConfig) -> dict[str, Place]:
 
 def tensor_name(config: ModelConfig, name: str) -> str | None:
     """The family's name for a checkpoint's tensor; None if it is not used."""
-    return None if predicts_further(config, name) else _family_of(config).tensor_name(name)
+    ours = _family_of(config).tensor_name(name)
+    return None if ours is None or is_idle(config, name) else ours
 
 
-def predicts_further(config: ModelConfig, name: str) -> bool:
-    """Whether a checkpoint's tensor only serves to predict further tokens."""
-    return _family_of(config).predicts_further(config, name)
+def is_idle(config: ModelConfig, name: str) -> bool:
+    """Whether a checkpoint's tensor is of a part of the text model that computes nothing."""
+    ours = _family_of(config).tensor_name(name)
+    return ours is not None and _family_of(config).is_idle(config, ours)
 
 
 def naming_of(config: ModelConfig) -> Naming:

@@ -14,7 +14,7 @@ every input if `max_model_len` is at most the length of pretraining, and on inpu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -91,14 +91,12 @@ class Rotation:
     query_factors: jax.Array | None = None  # [..., T, 1, 1]
     rotate: Rotate = field(default=Rotate(), kw_only=True, metadata={"static": True})
 
-    def turn(
-        self, q: jax.Array, k: jax.Array, *, interleaved: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
-        """q [..., T, H, D] and k [..., T, K, D], rotated."""
+    def turn(self, *heads: jax.Array, interleaved: bool = False) -> Sequence[jax.Array]:
+        """q [..., T, H, D] and k [..., T, K, D], or one of them, rotated."""
         if self.cos.shape[-1] == 0:
-            return q, k
-        q, k = self.rotate([q, k], self.cos, self.sin, interleaved=interleaved)
-        return self._scaled(q), k
+            return heads
+        q, *others = self.rotate(list(heads), self.cos, self.sin, interleaved=interleaved)
+        return self._scaled(q), *others
 
     def split(
         self, joined: jax.Array, heads: tuple[int, int, int], *, interleaved: bool = False
@@ -142,9 +140,13 @@ def only_with_window(ropes: Sequence[Rope], windows: Sequence[int | None]) -> tu
 
 
 def layer_ropes(
-    hf: PretrainedConfig, layer_types: Sequence[str], *, head_dim: int, max_model_len: int
+    hf: PretrainedConfig,
+    layer_types: Sequence[str],
+    *,
+    head_dim: int | Mapping[str, int],
+    max_model_len: int,
 ) -> tuple[Rope, ...]:
-    """The Rope of each layer. `hf.rope_parameters` is one set, or one per layer type (Gemma 3).
+    """The Rope of each layer. `hf.rope_parameters` is one set, or one per layer type (Gemma 3), as may be `head_dim`.
 
     Adds missing parameters to `hf`, as transformers does when it creates a model.
     """
@@ -155,7 +157,8 @@ def layer_ropes(
     ropes = {}
     for kind in dict.fromkeys(layer_types):
         chosen = parameters[kind] if nested else parameters
-        ropes[kind] = _rope(chosen, hf, head_dim, max_model_len)
+        dim = head_dim if isinstance(head_dim, int) else head_dim[kind]
+        ropes[kind] = _rope(chosen, hf, dim, max_model_len)
     return tuple(ropes[kind] for kind in layer_types)
 
 
@@ -235,6 +238,13 @@ def _default(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
     return 1 / _powers(p["rope_theta"], dim), 1.0
 
 
+def _proportional(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
+    """The first part of the frequencies of the whole head; the others are 0: Gemma 4."""
+    num_turned = int(p.get("partial_rotary_factor", 1.0) * dim // 2)
+    inv_freq = 1 / _powers(p["rope_theta"], dim) / np.float32(p.get("factor", 1.0))
+    return np.where(np.arange(dim // 2) < num_turned, inv_freq, np.float32(0)), 1.0
+
+
 def _linear(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
     return 1 / _powers(p["rope_theta"], dim) / np.float32(p["factor"]), 1.0
 
@@ -309,6 +319,7 @@ def _longrope(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
 _FREQUENCIES: dict[str, Callable[[dict[str, Any], int, _Lengths], _Frequencies]] = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

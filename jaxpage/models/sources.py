@@ -65,25 +65,38 @@ def same_name(name: str) -> str | None:
     return name
 
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
-def no_tensor(config: ModelConfig, name: str) -> bool:
-    """Checkpoints have nothing that predicts further tokens."""
+def nothing(config: ModelConfig, name: str) -> bool:
+    """The model uses all tensors."""
     del config, name
     return False
 
 
-def layers_after_the_last(config: ModelConfig, name: str) -> bool:
-    """What predicts further tokens are layers with numbers from `num_layers` on."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer that a tensor belongs to; None: to none."""
     found = _LAYER.match(name)
-    return found is not None and int(found[1]) >= config.num_layers
+    return None if found is None else int(found[1])
+
+
+def further_layer(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor belongs to a layer after the last one, which predicts further tokens."""
+    layer = layer_of(name)
+    return layer is not None and layer >= config.num_layers
 
 
 def mtp_modules(config: ModelConfig, name: str) -> bool:
-    """ERNIE has modules of its own for that."""
+    """Whether a tensor is of ERNIE's modules that predict further tokens."""
     del config
     return name.startswith("model.mtp_")
+
+
+def shared_kv(config: ModelConfig, name: str) -> bool:
+    """Whether a layer that reads an earlier one's keys and values has a tensor for its own (Gemma 4)."""
+    layer = layer_of(name)
+    of_kv = {"k_proj", "v_proj", "k_norm", "v_norm"}
+    return layer is not None and layer >= config.num_kv_layers and bool(of_kv & {*name.split(".")})
 
 
 _TEXT_PREFIXES = {
@@ -97,6 +110,10 @@ _OTHER_PREFIXES = (
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
+    # Gemma 4
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
 )
 
 
@@ -191,6 +208,24 @@ def mixtral_experts(config: ModelConfig) -> dict[str, Place]:
         for i in config.experts.layers
     }
     return routers | _experts(config, "block_sparse_moe", ("w1", "w3"), "w2")
+
+
+def gemma4_experts(config: ModelConfig) -> dict[str, Place]:
+    """Router and experts are modules of the layer."""
+    if config.experts is None:
+        return {}
+    theirs = {
+        "gate.weight": "router.proj.weight",
+        "gate.input_scale": "router.scale",
+        "gate.per_expert_scale": "router.per_expert_scale",
+        "experts.gate_up_proj": "experts.gate_up_proj",
+        "experts.down_proj": "experts.down_proj",
+    }
+    return {
+        f"model.layers.{i}.moe.{ours}": Source(f"model.layers.{i}.{their}")
+        for i in config.experts.layers
+        for ours, their in theirs.items()
+    }
 
 
 _CORRECTION = "e_score_correction_bias"

@@ -8,10 +8,11 @@ scatter does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -20,11 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpage.batch import StepBatch
 from jaxpage.device import Device
+from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPool, KVPoolSpec, Layer
 from jaxpage.ops.implementations import Choice, Implementation, first_supported, require
 from jaxpage.parallel.heads import HeadShares, share_heads
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels import hopper
+from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import gpu_layout, tpu_layout, xla
@@ -53,21 +56,36 @@ def _gpu_attention():
     return jax.jit(gpu.paged_attention, static_argnames=(*_OPTIONS, "sizes"))
 
 
+class Heads(NamedTuple):
+    """Of a layer."""
+
+    shares: HeadShares
+    head_dim: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Need:
-    """A pool that attention is to read, with the shapes of one device's share."""
+    """A pool that attention is to read."""
 
     spec: KVPoolSpec
     device: Device
-    q: jax.ShapeDtypeStruct  # [1, H, D]
-    num_kv_heads: int  # on a device
+    heads: tuple[Heads, ...]  # of all kinds of layers
     table: tuple[int, int]  # [R, M]
     sees_ahead: bool
 
-    def layer(self, spec: KVPoolSpec) -> Layer:
-        """A device's share of an array of the pool."""
+    @property
+    def num_kv_heads(self) -> int:
+        """Of a device's share of the pool."""
+        return self.spec.num_kv_heads // self.heads[0].shares.num_devices
+
+    def layers(self, spec: KVPoolSpec) -> Iterator[tuple[jax.ShapeDtypeStruct, Any, int]]:
+        """Of each kind of layer on one device: q [1, H, D], what it has of an array of the pool, number of KV heads."""
         share = replace(spec, num_blocks=1, num_arrays=1, num_kv_heads=self.num_kv_heads)
-        return share.abstract()[0]
+        for shares, head_dim in self.heads:
+            shape = (1, shares.query_heads_of_a_device, head_dim)
+            num_kv_heads = shares.kv_heads_of_a_device
+            own = _own_part(spec, share.abstract()[0], (num_kv_heads, head_dim), 0)
+            yield jax.ShapeDtypeStruct(shape, spec.dtype), own, num_kv_heads
 
 
 _AHEAD = (
@@ -76,23 +94,25 @@ _AHEAD = (
 )
 
 
+_PARTS = "the kernel needs layers with equally many and equally large KV heads"
+
+
 def _accept_tpu(need: _Need) -> KVPoolSpec:
     require(_AHEAD if need.sees_ahead else None)
     sizes = tuned_sizes("paged_attention", "tpu", need.device.kind)
     rows = tpu_layout.scale_rows(need.num_kv_heads)
     spec = replace(need.spec, layout="tpu", scale_rows=rows)
-    require(
-        tpu_layout.unsupported_reason(
-            need.q, need.layer(spec), need.num_kv_heads, need.table, sizes
-        )
-    )
+    for layer in need.layers(spec):
+        require(tpu_layout.unsupported_reason(*layer, need.table, sizes))
     return replace(spec, attention="tpu", kernel_sizes=sizes)
 
 
 def _accept_hopper(need: _Need) -> KVPoolSpec:
     require(_AHEAD if need.sees_ahead else None)
     require(hopper.unsupported_reason_on(need.device.compute_capability))
-    require(gpu_layout.unsupported_reason(need.q, need.layer(need.spec)))
+    for q, pool, _ in need.layers(need.spec):
+        require(_PARTS if isinstance(pool, PoolPart) else None)
+        require(gpu_layout.unsupported_reason(q, whole(pool)))
     require(hopper.unsupported_ptxas_here())
     sizes = tuned_sizes("paged_attention", "gpu", need.device.kind)
     return replace(need.spec, attention="hopper", kernel_sizes=sizes)
@@ -109,24 +129,16 @@ def choose(
     spec: KVPoolSpec,
     device: Device,
     *,
-    shares: HeadShares,
+    heads: tuple[Heads, ...],
     table: tuple[int, int],
     sees_ahead: bool = False,
 ) -> Choice[KVPoolSpec]:
     """The pool's spec for the first implementation that supports it.
 
-    spec: a pool in the layout "heads", for XLA. table: the largest block table, [R, M]. sees_ahead: some tokens attend
-    to later ones (`StepBatch.last_keys`).
+    spec: a pool in the layout "heads", for XLA. heads: of all kinds of layers. table: the largest block table, [R, M].
+    sees_ahead: some tokens attend to later ones (`StepBatch.last_keys`).
     """
-    q_shape = (1, shares.query_heads_of_a_device, spec.head_dim)
-    need = _Need(
-        spec=spec,
-        device=device,
-        q=jax.ShapeDtypeStruct(q_shape, spec.dtype),
-        num_kv_heads=shares.kv_heads_of_a_device,
-        table=table,
-        sees_ahead=sees_ahead,
-    )
+    need = _Need(spec=spec, device=device, heads=heads, table=table, sees_ahead=sees_ahead)
     return first_supported("paged attention", IMPLEMENTATIONS, need, device.platform)
 
 
@@ -151,16 +163,16 @@ class PagedAttention:
     """The attention argument of a model inside a compiled step (`models.attention.Attention`).
 
     Lives only while the step is traced. `kv_pool` is the list of the pool's arrays, as `spec` describes them;
-    `layer_locations` has the KV-cache group and the array of each layer. A call replaces that array, and the step
+    `layer_locations` says where the KV of each layer is. A call replaces that array, and the step
     returns the list when the model is done. K and V of all rows are written before any row reads, so a request may hit
-    blocks that another request computes in the same step.
+    blocks that another request computes in the same step. Several layers may read the KV of one: it is written once.
     """
 
     def __init__(
         self,
         kv_pool: KVPool,
         batch: StepBatch,
-        layer_locations: tuple[tuple[int, int], ...],
+        layer_locations: tuple[Location, ...],
         *,
         spec: KVPoolSpec,
         one_query_per_row: bool,
@@ -169,6 +181,7 @@ class PagedAttention:
         self.kv_pool = list(kv_pool)
         self._batch = batch
         self._layer_locations = layer_locations
+        self._written: set[int] = set()  # layers
         self._spec = spec
         self._one_query_per_row = one_query_per_row
         self._mesh = mesh
@@ -186,15 +199,18 @@ class PagedAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """q [T, H, D] and k, v [T, K, D] after RoPE, sinks [H] → [T, H, D]."""
-        batch, (group, array) = self._batch, self._layer_locations[layer]
+        batch, (group, array, part) = self._batch, self._layer_locations[layer]
         attend = partial(
             _write_and_attend,
             self._spec,
+            part,
+            writes=layer not in self._written,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
             one_query_per_row=self._one_query_per_row,
         )
+        self._written.add(layer)
         pool, queries = self.kv_pool[array], batch.query_starts
         if batch.last_keys is not None:
             queries = SeeingAhead(queries, batch.last_keys)
@@ -218,26 +234,42 @@ class PagedAttention:
 
 def _write_and_attend(
     spec: KVPoolSpec,
+    part: int,
     pool: Layer,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     slot_mapping: jax.Array,
     *rows: jax.Array | SeeingAhead,
+    writes: bool,
     **options,
 ) -> tuple[Layer, jax.Array]:
-    """The pool with k and v written, and the attention of q. rows: block table, kv_lens, query_starts, and optionally
-    sinks.
+    """The pool with k and v written, and the attention of q. part: the layer's, of an array that several share. rows:
+    block table, kv_lens, query_starts, and optionally sinks. writes: False if k and v are in the pool already.
     """
     if len(rows) > 3:
         rows, options["sinks"] = rows[:3], rows[3]
+    own = _own_part(spec, pool, k.shape[1:], part)
     if spec.attention == "tpu":
-        out, pool = _tpu_attention()(q, k, v, pool, *rows, sizes=spec.kernel_sizes, **options)
+        # It writes again what is there already: the same bits.
+        out, pool = _tpu_attention()(q, k, v, own, *rows, sizes=spec.kernel_sizes, **options)
         return pool, out
-    pool = _write_kv(pool, k, v, slot_mapping)
     if spec.attention == "hopper":
+        pool = _write_kv(pool, k, v, slot_mapping)
         return pool, _gpu_attention()(q, pool, *rows, sizes=spec.kernel_sizes, **options)
-    return pool, _paged_attention(q, pool, *rows, **options)
+    own = _write_kv(own, k, v, slot_mapping) if writes else own
+    return whole(own), _paged_attention(q, own, *rows, **options)
+
+
+def _own_part(
+    spec: KVPoolSpec, pool: Layer, heads: tuple[int, ...], index: int
+) -> Layer | PoolPart:
+    """What a layer has of an array. heads: K and D of the layer, on this device."""
+    num_kv_heads, head_dim = heads
+    slot = math.prod(pool.shape[2:]) * (2 if spec.format == "int4" else 1)
+    if head_dim == spec.head_dim and 2 * num_kv_heads * head_dim == slot:
+        return pool
+    return PoolPart(pool, num_kv_heads, head_dim // spec.head_dim, index)
 
 
 def _partition_of(pool: Layer, spec: KVPoolSpec) -> Any:

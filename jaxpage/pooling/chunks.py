@@ -17,14 +17,15 @@ from flax import nnx
 
 from jaxpage.batch import StepBatch
 from jaxpage.device import Device
+from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.pooling_model import PoolingModel
 from jaxpage.ops import attention
 from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.rope import Rotate
-from jaxpage.parallel.heads import share_heads
 from jaxpage.plan import NULL_BLOCK
+from jaxpage.pool_choice import heads_of_layers, heads_of_pool
 from jaxpage.runner.programs import Lowering
 
 
@@ -82,18 +83,19 @@ def make_chunks(
     while lengths[-1] < max_len:
         lengths.append(min(2 * lengths[-1], max_len))
     decoder = model.decoder_states.decoder.config
-    shares = share_heads(decoder.num_heads, decoder.num_kv_heads, 1)
+    heads = heads_of_pool(decoder, 1)
     pool = KVPoolSpec(
-        num_arrays=decoder.num_layers,
+        num_arrays=decoder.num_kv_layers,
         num_blocks=0,
         block_size=block_size,
-        num_kv_heads=shares.of_pool,
-        head_dim=decoder.head_dim,
+        num_kv_heads=heads.num,
+        head_dim=heads.head_dim,
         dtype=jnp.dtype(decoder.dtype),
         platform=device.platform,
     )
     table = (1, -(-max_len // block_size))
-    pool = attention.choose(pool, device, shares=shares, table=table).chosen
+    kinds = heads_of_layers(decoder, 1)
+    pool = attention.choose(pool, device, heads=kinds, table=table).chosen
     return Chunks(sizes=tuple(ChunkSize(length, num_tokens) for length in lengths), pool=pool)
 
 
@@ -172,7 +174,7 @@ def _inputs(
         block_tables=jnp.arange(1, spec.num_blocks, dtype=jnp.int32)[None, None],
         is_token=is_token,
     )
-    places = tuple((0, index) for index in range(spec.num_arrays))
+    places = tuple(Location(0, index) for index in range(spec.num_arrays))
     paged = PagedAttention(kv_pool, batch, places, spec=spec, one_query_per_row=False)
     inputs = ForwardInput(
         token_ids=token_ids,

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpage.batch import StepBatch
+from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.decoder import CausalLM
 from jaxpage.plan import NULL_BLOCK
@@ -83,7 +84,7 @@ def _forward(model: CausalLM, batch: Padded, temperature: jax.Array, block_size:
         head_dim=config.head_dim,
         dtype=jnp.dtype(config.dtype),
     )
-    places = [(0, index) for index in range(config.num_layers)]
+    places = [Location(0, index) for index in range(config.num_layers)]
     _, hidden = hidden_states(model, step, rows[order], pool.allocate(), places)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
     is_sampled = batch.completion_mask.at[:, 0].set(False).ravel()

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxpage.batch import StepBatch
+from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.ops.attention import PagedAttention
@@ -50,7 +51,7 @@ class Drafting:
     treedef: jax.tree_util.PyTreeDef
     spec: StepSpec  # of the engine
     pool_spec: KVPoolSpec
-    layer_locations: tuple[tuple[int, int], ...]
+    layer_locations: tuple[Location, ...]
     mesh: Mesh | None
 
     def forward(

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jaxpage.batch import StepBatch
 from jaxpage.config import ResolvedConfig
 from jaxpage.environment import compiler_flags
+from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPool, Layer
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
@@ -63,6 +64,7 @@ def check_strict(config: ResolvedConfig, model: ModelConfig, platform: str) -> N
         "a draft model": config.draft_model is not None,
         "enable_prompt_embeds=True": config.enable_prompt_embeds,
         "models with experts": model.experts is not None,
+        "models whose layers differ in heads": model.full_heads is not None,
         "models that take pictures": model.vision is not None,
     }
     if wrong := [name for name, is_so in reasons.items() if is_so]:
@@ -77,7 +79,7 @@ def hidden_states(
     batch: StepBatch,
     rows_of_tokens: jax.Array,
     kv_pool: KVPool,
-    layer_locations: Sequence[tuple[int, int]],
+    layer_locations: Sequence[Location],
     mesh: Mesh | None = None,
 ) -> tuple[KVPool, jax.Array]:
     """The hidden states [T, E] of a step's tokens, after the final norm, and the pool with their keys and values.
@@ -101,7 +103,7 @@ def hidden_states(
     lens = jnp.where(is_token, batch.positions + 1, 0)
     pool = list(kv_pool)
     for index, rope in enumerate(config.ropes):
-        group, array = layer_locations[index]
+        group, array, _ = layer_locations[index]
         tables = _wide(batch.block_tables[group], pool[array].shape[1])[rows_of_tokens]
         layer, weights = model.part(f"model.layers.{index}")
         tiled = TiledLayer(layer, devices)

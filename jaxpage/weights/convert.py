@@ -17,7 +17,7 @@ import tyro
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.hub import is_url, local_folder, small_files
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.registry import build, predicts_further, tensor_name
+from jaxpage.models.registry import build, is_idle, tensor_name
 from jaxpage.weights.load import open_safetensors
 from jaxpage.weights.orbax import find_tree, open_tree
 from jaxpage.weights.quantized_layers import forget
@@ -82,7 +82,7 @@ def _of_safetensors(model: CausalLM, folder: str, hf_config: Any) -> dict[str, A
     unused = [
         name
         for name in tensors
-        if tensor_name(model.config, name) is None and not predicts_further(model.config, name)
+        if tensor_name(model.config, name) is None and not is_idle(model.config, name)
     ]
     if unused:
         raise ValueError(

@@ -154,6 +154,7 @@ def _plain(suffix: str, tensors: _Tensors, form: WeightFormat, quantization: Qua
         weight=tensors.take("weight"),
         scale=tensors.take(suffix),
         zero=tensors.take_if_there("weight_zero_point"),
+        rounds_inputs=form.rounds_inputs,
     )
 
 

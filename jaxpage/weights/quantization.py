@@ -34,7 +34,8 @@ class WeightFormat:
     # A weight is (q - zero) * scale; without zeros the zero is the middle of the unsigned integers.
     has_zeros: bool = False
     has_order: bool = False  # the inputs of a group are not adjacent, as with GPTQ's desc_act
-    rounds_inputs: bool = False  # it was made for inputs that are rounded to int8 too
+    # It was made for inputs that are rounded to int8 too, and has a scale for each output or for all.
+    rounds_inputs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +201,7 @@ def _compressed_format(config: dict[str, Any], group: dict[str, Any]) -> WeightF
         block_outputs=outputs,
         has_zeros=not symmetric,
         has_order=weights.get("actorder") in ("group", "dynamic", True),
-        rounds_inputs=plain and kind == "int" and inputs is not None,
+        rounds_inputs=plain and kind == "int" and inputs is not None and size is None,
     )
 
 

@@ -67,6 +67,7 @@ class QuantizedTensor:
 
     name: str  # LAYER.weight
     dtype = np.dtype(np.float32)
+    rounds_inputs = False  # whether it was made for inputs that are rounded to int8
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -33,6 +33,9 @@ from jaxpage.weights.spec import ParamSpec
 from pallas_kernels.quant_matmul.quantized import FP8, MIDDLE
 
 _ADVICE = 'check that config.json belongs to the weights, or pass quantization="dequantize"'
+_AS_MODEL = (
+    'use a checkpoint that is quantised as the model, or quantization="dequantize", which takes any'
+)
 # Inputs of a group, as kernels have them. Larger groups are divided, others only if it takes that to share them.
 _MOST_GROUPED, _LEAST_GROUPED = 128, 32
 
@@ -113,7 +116,7 @@ def _declare(
     if form.has_order or (form.has_zeros and form.format != "int4"):
         return
     init = Constant(getattr(metadata["init"], "stddev", 1.0) / kind.stddev)
-    if form.group_size is None and (form.format == "fp8_e4m3" or form.rounds_inputs):
+    if form.rounds_inputs or (form.format == "fp8_e4m3" and form.group_size is None):
         shape, axes, units = (num_out,), (out_axis,), (out_units,)
     else:
         size = _group_size(form.group_size or num_in, num_in, kind, num_shares)
@@ -294,16 +297,22 @@ def _check(
     if tensor.number != number:
         raise ValueError(
             f"{tensor.name} is quantised to {_bits(tensor.number)} in the checkpoint, and {path} of the model to "
-            f"{_bits(number)}: use a checkpoint that is quantised as the model, or "
-            'quantization="dequantize", which takes any'
+            f"{_bits(number)}: {_AS_MODEL}"
+        )
+    # As the kernels decide it, see `QuantizedWeight.rounds_x`.
+    model_rounds = number == np.int8 and num_groups is None
+    if tensor.rounds_inputs != model_rounds:
+        raise ValueError(
+            f"{tensor.name} is quantised for inputs that are {'' if tensor.rounds_inputs else 'not '}rounded to int8, "
+            f"and the model {'rounds them' if model_rounds else 'does not round them'}: {_AS_MODEL}"
         )
     # Groups may have the scale of their output, but not the other way round.
     if (num_groups or 1) % (tensor.num_groups or 1) or (
         num_groups is None and tensor.num_groups is not None
     ):
         raise ValueError(
-            f"{tensor.name} has scales for {tensor.num_groups or 'no'} groups of inputs, and config.json says "
-            f"otherwise: {_ADVICE}"
+            f"{tensor.name} has scales for {tensor.num_groups or 'no'} groups of inputs in the checkpoint, and {path} "
+            f"of the model for {num_groups or 'none'}: check that config.json belongs to the weights; {_AS_MODEL}"
         )
 
 
@@ -320,7 +329,7 @@ def _parts(rows: QuantizedRows) -> dict[str, np.ndarray]:
     whole = unpacked(tensor).rows(rows.start, rows.stop)
     if whole.groups is not None:
         raise ValueError(
-            f"{tensor.name} has groups of inputs that are not adjacent, and config.json says otherwise: {_ADVICE}"
+            f"{tensor.name} has groups of inputs that are not adjacent, and those of the model are: {_ADVICE}"
         )
     parts = {"data": whole.q, "scale": whole.scale}
     times, middle = 1, 0
@@ -335,8 +344,8 @@ def _parts(rows: QuantizedRows) -> dict[str, np.ndarray]:
         parts["zero"] = np.repeat(whole.zero, times, axis=0).astype(np.uint8)
     elif whole.zero is not None and (whole.zero != middle).any():
         raise ValueError(
-            f"{tensor.name} is quantised symmetrically according to config.json, but its zeros are "
-            f"{whole.zero.min()} to {whole.zero.max()}, and not {middle}: {_ADVICE}"
+            f"{tensor.name} has zeros of {whole.zero.min()} to {whole.zero.max()} in the checkpoint, and the model "
+            f"wants it symmetric, with {middle}: {_ADVICE}"
         )
     return parts
 

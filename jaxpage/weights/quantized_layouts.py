@@ -187,6 +187,7 @@ class Plain(QuantizedTensor):
     weight: StoredTensor  # int8 or fp8 [F, E]
     scale: StoredTensor  # float [], [1], [F], [F, 1], or [F / block_outputs, J]
     zero: StoredTensor | None  # int8, as `scale`; None: 0
+    rounds_inputs: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -41,7 +41,8 @@ _experts_to_int8 = jax.jit(jax.vmap(_to_int8))
 
 
 def join_projections(model: CausalLM) -> None:
-    """Join q, k, v into one product, and gate and up, in place, layer by layer, so that each input is read once.
+    """Join q, k, v, as far as a layer has them, into one product, and gate and up, in place, layer by layer, so that
+    each input is read once.
 
     On a CPU, 120 MB of gate and up in bf16 take 6.0 ms at 2 rows joined and 6.8 ms separate. Not for sharded models:
     the parts of a joined weight are concatenated, so an even split would not give each device its share of every part.
@@ -49,9 +50,12 @@ def join_projections(model: CausalLM) -> None:
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, SelfAttention):
-            if joined := _joined([module.q_proj, module.k_proj, module.v_proj]):
+            names = list(module.projection_sizes)
+            parts = [getattr(module, name) for name in names]
+            if len(parts) > 1 and (joined := _joined(parts)):
                 module.qkv_proj = nnx.data(joined)
-                del module.q_proj, module.k_proj, module.v_proj
+                for name in names:
+                    delattr(module, name)
         elif isinstance(module, MLP):
             if joined := _joined([module.gate_proj, module.up_proj]):
                 module.gate_up_proj = nnx.data(joined)

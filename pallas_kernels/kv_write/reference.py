@@ -6,6 +6,7 @@ Letters: T tokens, N blocks, S block size, K KV heads, D head dim.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +14,27 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.kv_write.parts import PoolPart
 from pallas_kernels.kv_write.quantized import QuantizedPool, quantize
 from pallas_kernels.kv_write.storage import Pool
 
 
 def write_kv(
-    pool: Pool,
+    pool: Pool | PoolPart,
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
     slot_mapping: Int[Array, " T"],
-) -> Pool:
+) -> Pool | PoolPart:
     """The pool with token t's keys and values in slot `slot_mapping[t]`: slot `s % S` of block `s // S`.
 
     KV head h has its key at `2h` and its value at `2h + 1`. The pool determines the storage: its own dtype, the bits of
     2-byte floats (uint16), or quantized (`quantized.quantize`). If a slot is negative or outside the pool, its token is
-    dropped. Slots are distinct, except in block 0, the null block, whose contents are undefined afterwards.
+    dropped. Slots are distinct, except in block 0, the null block, whose contents are undefined afterwards. Of a
+    `PoolPart` nothing else is written.
     """
+    if isinstance(pool, PoolPart):
+        written = write_kv(pool.own(pool.pool), k, v, slot_mapping)
+        return replace(pool, pool=_with_part(pool, written))
     kv = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2*K, D]
     if not isinstance(pool, QuantizedPool):
         return _put(pool, _as(kv, pool.dtype), slot_mapping)
@@ -43,6 +49,16 @@ def write_kv(
         data=_put(pool.data, data, slot_mapping),
         scale_zero=_put(pool.scale_zero, _as(scale_zero, stored), slot_mapping),
     )
+
+
+def _with_part(part: PoolPart, written: Any) -> Any:
+    """The pool with the layer's part replaced by `written`, [N, S, 2*K, D] of the layer."""
+
+    def put(array: jax.Array, new: jax.Array) -> jax.Array:
+        places = part.places(new.shape[3] // array.shape[3])
+        return array.at[:, :, places].set(new.reshape(*new.shape[:2], -1, array.shape[3]))
+
+    return jax.tree.map(put, part.pool, written)
 
 
 def _as(x: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -6,34 +6,42 @@ layer's pool is one array, or a `QuantizedPool` of two, which are written in the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.storage import Pool, to_storage
 from pallas_kernels.lists import distinct
 
 
 def write_kv(
-    pool: Pool,
+    pool: Pool | PoolPart,
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
     slot_mapping: Int[Array, " T"],
-) -> Pool:
+) -> Pool | PoolPart:
     """`reference.write_kv`; tokens without a slot or with one in the null block are written nowhere."""
     num_tokens, num_kv_heads, head_dim = k.shape
     kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
-    num_blocks, block_size = jax.tree.leaves(pool)[0].shape[:2]
+    array = whole(pool)
+    num_blocks, block_size = array.shape[:2]
     slots = distinct(slot_mapping, slot_mapping < block_size, num_blocks * block_size)
     # Otherwise XLA computes the slots again in each layer, and for each value that is written.
     slots = lax.optimization_barrier(slots)
 
     def write(array, new):
-        written = array.reshape(-1, *array.shape[2:])
-        written = written.at[slots].set(
+        written, where = array.reshape(-1, *array.shape[2:]), slots
+        if isinstance(pool, PoolPart):
+            where = (slots, pool.places(new.shape[2] // array.shape[3]))
+            new = new.reshape(num_tokens, -1, array.shape[3])
+        written = written.at[where].set(
             new, mode="drop", wrap_negative_indices=False, unique_indices=True
         )
         return written.reshape(array.shape)
 
-    return jax.tree.map(write, pool, to_storage(kv, pool))
+    array = jax.tree.map(write, array, to_storage(kv, array))
+    return replace(pool, pool=array) if isinstance(pool, PoolPart) else array

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_write.parts import PoolPart
 from pallas_kernels.kv_write.storage import Pool, from_storage
 from pallas_kernels.paged_attention.queries import Queries, parts
 
 
 def paged_attention(
     q: Float[Array, "T H D"],
-    pool: Pool,
+    pool: Pool | PoolPart,
     block_table: Int[Array, "R M"],
     kv_lens: Int[Array, " R"],
     query_starts: Queries,
@@ -36,7 +37,8 @@ def paged_attention(
     float32; the result has q's dtype. Tokens of no row give something finite. Nothing is read beyond `kv_lens`, before
     the window of the row's first query, or outside the row's blocks (NaN may stand there).
     """
-    pool = from_storage(pool, q.dtype)
+    own = pool.own(pool.pool) if isinstance(pool, PoolPart) else pool
+    pool = from_storage(own, q.dtype)
     num_tokens, num_heads, head_dim = q.shape
     query_starts, last_keys = parts(query_starts)
     num_kv_heads = pool.shape[2] // 2

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.paged_attention import tpu_layout as layout
 from pallas_kernels.paged_attention.tpu_attend import Attend
 from pallas_kernels.paged_attention.tpu_shape import VMEM_BYTES, Pool, Shape, TileSizes, write_sizes
@@ -42,7 +43,7 @@ def paged_attention(
     q: Float[Array, "T H D"],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
-    pool: Pool,
+    pool: Pool | PoolPart,
     block_table: Int[Array, "R M"],
     kv_lens: Int[Array, " R"],
     query_starts: Int[Array, " R+1"],
@@ -56,6 +57,7 @@ def paged_attention(
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Float[Array, "T H D"], Pool]:
     """`kv_write.xla.write_kv`, then `reference.paged_attention`; returns the result and the pool, which stays in place.
+    Of a `PoolPart` the pool that it is of.
 
     A row's new tokens are the last of its positions, and the block table says where they go: slot_mapping follows from
     it. A row with kv_lens 0 writes and reads nothing, whatever its tokens. The result of tokens of no row is 0.
@@ -72,7 +74,7 @@ def paged_attention(
         sizes=sizes,
         mask=(scale, window, soft_cap),
     )
-    shape = shape_of(one_query_per_row=one_query_per_row)
+    shape, pool = shape_of(one_query_per_row=one_query_per_row), whole(pool)
     if one_query_per_row:
         query_starts = jnp.arange(num_tokens + 1, dtype=jnp.int32)
     query_lens = jnp.where(kv_lens > 0, query_starts[1:] - query_starts[:-1], 0)

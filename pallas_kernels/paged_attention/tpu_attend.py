@@ -136,7 +136,8 @@ class Attend:
             else:
                 block = rows.block(row, fetch * blocks + number)
             for pool_ref, buffer, sem in self.kv_buffers(stage):
-                pltpu.make_async_copy(pool_ref.at[block], buffer.at[number], sem).start()
+                own = pool_ref.at[(block, *self.shape.own_lanes)]
+                pltpu.make_async_copy(own, buffer.at[number], sem).start()
 
         @pl.when(unit < self.units.total)
         def _():

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool, quantize
 from pallas_kernels.mosaic_tpu import LANES
 from pallas_kernels.paged_attention.tpu_shape import (
@@ -65,7 +66,7 @@ def _scales_of_slots(scale_zero: jax.Array, rows: int) -> jax.Array:
 
 def unsupported_reason(
     q: jax.Array | jax.ShapeDtypeStruct,
-    pool: Pool,
+    pool: Pool | PoolPart,
     num_kv_heads: int,
     table: tuple[int, ...],
     sizes: TileSizes | None = None,
@@ -75,6 +76,7 @@ def unsupported_reason(
     q: [T, H, D], of the dtype of keys too; table: the shape of the block table. Shapes and dtypes suffice. All of one
     device's share, if several share the heads.
     """
+    given, pool = pool, whole(pool)
     stored, head_dim = data(pool).dtype, q.shape[2]
     format = pool.format if isinstance(pool, QuantizedPool) else None
     if q.dtype not in (jnp.bfloat16, jnp.float32) or (format is None and stored != q.dtype):
@@ -83,7 +85,10 @@ def unsupported_reason(
             f"queries are {q.dtype}, the pool is {stored}"
         )
     width = 2 * num_kv_heads * head_dim // (2 if format == "int4" else 1)
-    if len(pool.shape) != 3 or pool.shape[2] != width or width % LANES:
+    if isinstance(given, PoolPart):
+        if reason := _why_no_part(given, width):
+            return reason
+    elif len(pool.shape) != 3 or pool.shape[2] != width or width % LANES:
         return (
             f"the TPU kernel reads a pool [num_blocks, block_size, {width}] for {num_kv_heads} KV heads of {head_dim}, "
             f"where the last axis must be a multiple of {LANES}; the pool is {list(pool.shape)}"
@@ -99,15 +104,33 @@ def unsupported_reason(
             f"the TPU kernel takes two blocks of at most {BLOCK_BYTES} bytes at once, and one has {num_bytes}; "
             f"lower block_size (it is {block_size})"
         )
-    return _why_no_memory(q, pool, num_kv_heads, table, sizes or TileSizes())
+    return _why_no_memory(q, given, num_kv_heads, table, sizes or TileSizes())
 
 
-def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: TileSizes) -> str | None:
-    """The same, of what has to fit into the scalar memory and into VMEM."""
-    block_size = pool.shape[1]
-    if pool.shape[0] > MOST_BLOCKS:
+def _why_no_part(part: PoolPart, width: int) -> str | None:
+    """The same, of a layer that has `width` lanes of each slot."""
+    pool = part.pool
+    if isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
         return (
-            f"the TPU kernel keeps ids of blocks in 2 bytes, and there are {pool.shape[0]} blocks; raise block_size "
+            f"where layers differ in their KV heads, the TPU kernel reads no {pool.format} pool; fp8_e4m3 and fp8_e5m2 "
+            "have no scales"
+        )
+    if len(pool.shape) != 3 or width % LANES or (part.index + 1) * width > pool.shape[2]:
+        return (
+            f"the TPU kernel reads part {part.index} of {width} lanes, which must be a multiple of {LANES}, of a pool "
+            f"[num_blocks, block_size, lanes]; the pool is {list(pool.shape)}"
+        )
+    return None
+
+
+def _why_no_memory(
+    q, pool: Pool | PoolPart, num_kv_heads: int, table, sizes: TileSizes
+) -> str | None:
+    """The same, of what has to fit into the scalar memory and into VMEM."""
+    num_blocks, block_size = whole(pool).shape[:2]
+    if num_blocks > MOST_BLOCKS:
+        return (
+            f"the TPU kernel keeps ids of blocks in 2 bytes, and there are {num_blocks} blocks; raise block_size "
             f"(it is {block_size})"
         )
     kinds = [

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from pallas_kernels.kv_write.parts import PoolPart
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.mosaic_tpu import LANES
 
@@ -70,6 +71,9 @@ class Shape:
     scale_rows: int  # of a KV head in scale_zero; 0 if there is none
     mask: tuple[float, int | None, float | None]  # scale, window, soft_cap
     sizes: TileSizes
+    first_lane: int | None = (
+        None  # of the layer in a slot that other layers share; None: the slot is its own
+    )
 
     @property
     def num_planes(self) -> int:
@@ -126,6 +130,13 @@ class Shape:
     def width(self) -> int:
         """Lanes of a slot."""
         return 2 * self.num_kv_heads * self.head_lanes
+
+    @property
+    def own_lanes(self) -> tuple[slice, ...]:
+        """Index of the layer's lanes in a block [S, lanes]; none if all are."""
+        if self.first_lane is None:
+            return ()
+        return slice(None), slice(self.first_lane, self.first_lane + self.width)
 
     @property
     def period(self) -> int:
@@ -266,7 +277,7 @@ def slots_of_register(dtype: jnp.dtype) -> int:
 
 def shape_of(
     q: jax.Array | jax.ShapeDtypeStruct,
-    pool: Pool,
+    pool: Pool | PoolPart,
     num_kv_heads: int,
     blocks_per_row: int,
     *,
@@ -277,6 +288,7 @@ def shape_of(
     """The shape of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with
     prompts; 1 where rows have one query.
     """
+    part, pool = (pool.index, pool.pool) if isinstance(pool, PoolPart) else (None, pool)
     group = q.shape[1] // num_kv_heads
     rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)
     tile_q = 1 << (min(128, max(16, rows // group)).bit_length() - 1)
@@ -295,6 +307,8 @@ def shape_of(
         mask=mask,
         sizes=sizes,
     )
+    if part is not None and shape.width < pool.shape[2]:
+        shape = replace(shape, first_lane=part * shape.width)
     # 1 would mean that every row has one query.
     while shape.tile_q > 2 and shape.vmem_bytes > VMEM_BYTES:
         shape = replace(shape, tile_q=shape.tile_q // 2)

@@ -38,13 +38,17 @@ def chunk_buffers(
 ) -> Buffers:
     """For chunks of `size` slots of an array of the pool."""
 
-    def buffer(slots: int, array: jax.Array):
-        of_chunk = (slots, array.shape[-1]) if axis == 0 else (array.shape[-2], slots)
+    def buffer(slots: int, size: int):
+        of_chunk = (slots, size) if axis == 0 else (size, slots)
         return pltpu.VMEM((CHUNK_BUFFERS, *of_chunk), pool.dtype)
+
+    of_slot = pool.shape[1] if axis else shape.width
 
     sems = pltpu.SemaphoreType.DMA((CHUNK_BUFFERS,))
     window = write_window(shape, size)
-    return Buffers([buffer(window, x) for x in new], buffer(size, pool), sems, sems)
+    return Buffers(
+        [buffer(window, x.shape[axis - 1]) for x in new], buffer(size, of_slot), sems, sems
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +137,10 @@ class Write:
     def _place(self, index):
         block_size, position = self.rows.shape.block_size, self.chunk_positions[index]
         number = position >> (block_size.bit_length() - 1)
-        block = self.pool_ref.at[self.rows.block(self.chunk_rows[index], number)]
+        number = self.rows.block(self.chunk_rows[index], number)
         if self.axis:
-            return block
+            return self.pool_ref.at[number]
+        block = self.pool_ref.at[(number, *self.rows.shape.own_lanes)]
         first = pl.multiple_of(position & (block_size - 1), self.size)
         return block.at[pl.ds(first, self.size)]
 

@@ -9,6 +9,7 @@ from typing import Any
 from jaxpage.aot.contents import exchanges
 from jaxpage.aot.hlo import parse
 from jaxpage.aot.topology import H200
+from jaxpage.kv_groups import Location
 from jaxpage.parallel.sharding import TENSOR
 from tests.aot import compiling, ptxas
 from tests.aot.program import Program
@@ -159,7 +160,7 @@ def two_devices():
             block_tables=table[None],
         )
         options = dict(spec=pool_spec, one_query_per_row=False, mesh=mesh)
-        attention = PagedAttention([pool], batch, ((0, 0),), **options)
+        attention = PagedAttention([pool], batch, (Location(0, 0),), **options)
         out = attention(0, q, k, v, scale=0.1, window=None, soft_cap=None)
         return attention.kv_pool[0], out
 

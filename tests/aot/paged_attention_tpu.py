@@ -41,6 +41,9 @@ class Call:
     num_devices: int = 1  # that share the heads
     num_layers: int = 1
     num_steps: int = 1  # in a loop on the device
+    # Lanes of a slot that other layers share, and which part of them is the layer's; None: it has the slot to itself.
+    slot_lanes: int | None = None
+    part: int = 0
 
     @property
     def one_query_per_row(self) -> bool:
@@ -53,6 +56,12 @@ _WIDE = Call(name="", num_heads=32, num_kv_heads=32, head_dim=256, num_blocks=10
 _PHI_3 = Call(name="phi-3-mini", num_heads=32, num_kv_heads=32, head_dim=96, num_blocks=1009)
 _PHI_4 = Call(name="", num_heads=40, num_kv_heads=10, head_dim=128)
 _LLAMA_8B = Call(name="llama-8b", num_heads=32, num_kv_heads=8, head_dim=128)
+_GEMMA_4_WINDOW = Call(
+    name="", num_heads=8, num_kv_heads=2, head_dim=256, window=512, slot_lanes=2048, part=1
+)
+_GEMMA_4_31B = Call(
+    name="", num_heads=32, num_kv_heads=4, head_dim=512, slot_lanes=8192, part=1, num_blocks=1009
+)
 _F32 = replace(_LLAMA_8B, name="llama-8b-float32", dtype="float32", num_blocks=1009)
 CALLS = (
     Call(name="qwen-0.5b", num_heads=14, num_kv_heads=2, head_dim=64),
@@ -75,6 +84,12 @@ CALLS = (
     Call(name="head-dim-192", num_heads=16, num_kv_heads=4, head_dim=192),
     Call(name="gemma-2b", num_heads=8, num_kv_heads=1, head_dim=256),
     Call(name="gemma-2-9b", num_heads=16, num_kv_heads=8, head_dim=256, window=4096, soft_cap=50.0),
+    # Of Gemma 4: layers of E4B with and without a window, and the second of two of 31B in the same slots.
+    replace(_GEMMA_4_WINDOW, name="gemma-4-e4b-window"),
+    replace(_GEMMA_4_WINDOW, name="gemma-4-e4b-window-decode", num_tokens=64),
+    Call(name="gemma-4-e4b", num_heads=8, num_kv_heads=2, head_dim=512),
+    replace(_GEMMA_4_31B, name="gemma-4-31b"),
+    replace(_GEMMA_4_31B, name="gemma-4-31b-decode", num_tokens=64),
     Call(name="gpt-oss", num_heads=64, num_kv_heads=8, head_dim=64, window=128, sinks=True),
     # Of each chip an odd number of heads, whose scales would not fill registers.
     replace(_PHI_4, name="phi-4-int8-tp2", num_devices=2, format="int8"),
@@ -112,6 +127,7 @@ def _pool(program: Call, mesh: Any) -> Any:
     kv_heads, head_dim = program.num_kv_heads, program.head_dim
     dtype, array = jnp.dtype(program.dtype), partial(_array, mesh)
     width = 2 * kv_heads * head_dim // (2 if program.format == "int4" else 1)
+    width = program.slot_lanes or width
     pool = array(
         (program.num_blocks, program.block_size, width),
         jnp.uint8 if program.format else dtype,
@@ -132,6 +148,7 @@ def lower(program: Call, target: str) -> Any:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
+    from pallas_kernels.kv_write.parts import PoolPart
     from pallas_kernels.paged_attention import tpu, tpu_layout
 
     mesh = mesh_of(parse_target(target), program.num_devices)
@@ -151,6 +168,8 @@ def lower(program: Call, target: str) -> Any:
     ]
 
     def attend(pool, q, k, v, table, kv_lens, query_starts, sinks):
+        if program.slot_lanes:
+            pool = PoolPart(pool, k.shape[1], 1, program.part)
         return tpu.paged_attention(
             *(q, k, v, pool, table, kv_lens, query_starts),
             scale=head_dim**-0.5,

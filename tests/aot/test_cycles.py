@@ -42,6 +42,30 @@ def test_loops_run_as_often_as_is_known_and_the_cheapest_branch_is_taken():
     assert total_cycles(costs_of(PROGRAM)) == 40 + 50 + 8 * 100 + 10
 
 
+def test_loops_that_run_until_something_happens_run_as_often_as_is_said():
+    text = """HloModule jit_step, is_scheduled=true
+
+%inner.1 (arg: f32[8]) -> f32[8] {
+  %fusion.7 = f32[8]{0} fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"100"}
+}
+
+%outer.1 (arg: f32[8]) -> f32[8] {
+  %fusion.8 = f32[8]{0} fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"10"}
+  %while.2 = f32[8]{0} while(%t), condition=%c, body=%inner.1
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %while.1 = f32[8]{0} while(%t), condition=%c, body=%outer.1
+}
+"""
+    assert total_cycles(costs_of(parse(text))) == 110
+    assert total_cycles(costs_of(parse(text), turns=4)) == 440
+    known = text.replace(
+        "body=%outer.1", 'body=%outer.1, backend_config={"known_trip_count":{"n":"2"}}'
+    )
+    assert total_cycles(costs_of(parse(known), turns=4)) == 2 * (10 + 4 * 100)
+
+
 def test_a_kernel_has_no_estimate():
     (kernel,) = [each for each in costs_of(PROGRAM) if each.cycles is None]
     assert kernel.instruction.name == "paged_attention.6"

@@ -29,6 +29,7 @@ def measured(**changes):
         "max_model_len": 100_000,
         "block_size": 100,
         "max_num_seqs": 64,
+        "max_num_batched_tokens": 256,
         "gpu_memory_utilization": 0.9,
     }
     program = {"name": "decode R=64", "seconds": 1.0, "exchanges": [["all-reduce", 5, 2**20]]}
@@ -47,6 +48,7 @@ def measured(**changes):
         "flops_per_token": 3 * GB,
         "experts": None,
         "encoder": None,
+        "drafts": None,
         "state_bytes": GB // 10,
         "block_bytes": 10**6,
         "kv_groups": [[None, 28]],
@@ -61,7 +63,10 @@ def measured(**changes):
     } | changes
     # As sizing counts them: what 90 % of the chip leaves beside weights, state and temporaries.
     left = 9 * GB - found["weight_bytes"] - found["state_bytes"] - found["temp_bytes"]
-    return {"num_blocks": int(left) // found["block_bytes"]} | found
+    most_layers = max(num_layers for _, num_layers in found["kv_groups"])
+    of_layer = found["block_bytes"] / most_layers
+    of_blocks = {"num_blocks": int(left) // found["block_bytes"], "layer_block_bytes": of_layer}
+    return of_blocks | found
 
 
 def test_a_model_that_fits():
@@ -217,8 +222,89 @@ def test_only_one_sequence_at_a_time_holds_the_blocks_of_a_prompt():
 def test_a_window_limits_the_keys_that_are_read():
     """Of two KV-cache groups one sees 250 tokens: 3 blocks of 100, while the other reads all 10."""
     both = measured(kv_groups=[[None, 14], [250, 14]])
-    assert kv_bytes(both, 1, 1000) == 13 * 10**6
-    assert kv_bytes(both, 4, 200) == 4 * 4 * 10**6
+    assert kv_bytes(both, 100, 1, 1000) == 13 * 10**6
+    assert kv_bytes(both, 100, 4, 200) == 4 * 4 * 10**6
     fewer = measured(kv_groups=[[None, 14], [250, 7]])
-    assert kv_bytes(fewer, 2, 1000) == (2 * 10 + 3) * 10**6
+    assert kv_bytes(fewer, 100, 2, 1000) == (2 * 10 + 3) * 10**6
     assert decode_step(both, 2, 1000).kv == pytest.approx(26 * 10**6 / 1e9)
+
+
+# A pass through a draft model: 0.5 GB, of which 0.1 are its head.
+OF_DRAFTS = {
+    "weight_bytes": GB // 2,
+    "bytes_per_step": GB // 2,
+    "flops_per_token": GB // 2,
+    "head_bytes": GB // 10,
+    "head_flops": GB // 10,
+    "exchange": [],
+    "experts": None,
+    "kv_groups": [[None, 10]],
+    "layer_block_bytes": 10**4,
+    "block_bytes": 10**5,
+    "num_parameters": GB // 4,
+    "no_kernel_reason": None,
+}
+LOOKUP = {"num_tokens": 4, "forward": "forward T=512", "model": None}
+
+
+def test_a_step_with_drafts_multiplies_all_of_them_and_reads_the_weights_once():
+    found = measured(drafts=LOOKUP)
+    step = decode_step(found, 2, 1000)
+    plain = decode_step(measured(), 2, 1000)
+    assert (step.weights, step.kv, step.drafts) == (plain.weights, plain.kv, 0)
+    assert step.products == pytest.approx(5 * plain.products)
+    # 64 rows would have 320 tokens, and a step has 256.
+    assert decode_step(found, 64, 1000).products == pytest.approx(4 * 64 * 3e9 / 1e14 * 1000)
+
+
+def test_a_draft_model_reads_its_weights_and_keys_for_each_draft_and_once_more():
+    found = measured(drafts=LOOKUP | {"model": OF_DRAFTS})
+    step = decode_step(found, 2, 1000)
+    # ms: four drafts, of 0.5 GB and 2 x 10 blocks of 0.1 MB; then the step's own tokens, without logits.
+    assert step.drafts == pytest.approx(4 * (0.5 + 0.002) + 0.4 + 0.002)
+    assert step.total == pytest.approx(step.weights + step.kv + step.drafts)
+    slow = OF_DRAFTS | {"flops_per_token": 10**12, "head_flops": 2 * 10**11}
+    step = decode_step(measured(drafts=LOOKUP | {"model": slow}), 2, 1000)
+    assert step.drafts == pytest.approx(4 * 2 * 10 + 2 * 5 * 8)
+    # The rows use up the step's tokens: no drafts, but the draft model computes what the model computes.
+    full = measured(drafts=LOOKUP | {"model": OF_DRAFTS}, config={"max_num_batched_tokens": 2})
+    step, plain = decode_step(full, 2, 1000), decode_step(measured(), 2, 1000)
+    assert step.drafts == pytest.approx(0.4 + 0.002)
+    assert step.total == pytest.approx(plain.total + step.drafts)
+
+
+def test_a_draft_model_exchanges_too():
+    shared = {"num_devices": 2, "exchange": [["all-reduce", 5, 1000], ["all-to-all", 1, 4000]]}
+    model = OF_DRAFTS | {"exchange": shared["exchange"]}
+    (with_model, lookup, plain), batch = (
+        [measured(drafts=drafts, **shared) for drafts in (LOOKUP | {"model": model}, LOOKUP, None)],
+        2,
+    )
+    once = decode_step(plain, batch, 1000).exchange
+    checked = decode_step(lookup, batch, 1000).exchange
+    of_logits = decode_step(plain | {"exchange": shared["exchange"][1:]}, 10, 1000).exchange
+    found = decode_step(with_model, batch, 1000)
+    assert found.exchange == pytest.approx(checked + 4 * once + checked - of_logits)
+
+
+def test_what_does_not_fit_may_fit_without_a_draft_model():
+    large = LOOKUP | {"model": OF_DRAFTS | {"weight_bytes": GB}}
+    found = measured(weight_bytes=7.5 * GB, longest=[], drafts=large)
+    assert estimate(found).changes == ("--quantization int8", "no draft model", "--tp 2")
+    small = LOOKUP | {"model": OF_DRAFTS | {"weight_bytes": GB // 10}}
+    found = measured(weight_bytes=7.5 * GB, longest=[], drafts=small)
+    assert "no draft model" not in estimate(found).changes
+
+
+def test_what_drafts_cost_is_shown():
+    found = measured(drafts=LOOKUP | {"model": OF_DRAFTS})
+    text = show(found, estimate(found))
+    assert "drafts: at most 4 of a row, by a model of 0.25 G parameters: 0.47 GiB" in text
+    assert "10% of a KV block" in text and "of which the draft model takes 2.4" in text
+    step, plain = (decode_step(each, 1, 1000).total for each in (found, measured()))
+    gain = f"a row 1 to 5 tokens; drafts pay if these are more than {step / plain:.2f} at 1 x 1000"
+    assert gain in text and f"({plain:.2f} ms without drafts)" in text
+    lookup = measured(drafts=LOOKUP)
+    text = show(lookup, estimate(lookup))
+    assert "drafts: at most 4 of a row, by prompt lookup" in text and "draft model" not in text
+    assert "draft" not in show(measured(), estimate(measured()))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxpage import cli
 from jaxpage.aot.plan import Plan, main
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import environment
@@ -128,6 +129,30 @@ def test_a_model_with_pictures_and_one_with_experts_are_planned(tmp_path):
     code, found = run(path, target="v6e:2x2", tp="auto", max_model_len="16384")
     assert [each["estimate"]["fits"] for each in found] == [False, False, True]
     assert found[0]["experts"]["num_active"] == 3_353_032_704 and found[0]["encoder"] is None
+
+
+def test_drafts_are_planned(config, capsys):
+    """What a draft model takes of memory and time, in a plan without compiling; then with its programs."""
+    drafts = config.with_name("drafts.json")
+    drafts.write_text(json.dumps(tiny.CONFIG | {"vocab_size": 65536, "num_attention_heads": 4}))
+    speculative = {"model": str(drafts), "num_speculative_tokens": 3}
+    _, (plain, *_) = run(config, target="h200:2", tp="auto")
+    code, (found, *_) = run(config, target="h200:2", tp="auto", speculative_config=speculative)
+    of_drafts = found["drafts"]["model"]
+    assert code == 0 and "draft model), with sequences" in capsys.readouterr().out
+    assert found["weight_bytes"] == plain["weight_bytes"] + of_drafts["weight_bytes"]
+    assert found["block_bytes"] == plain["block_bytes"] + 64 * BLOCK_BYTES * 2 // NUM_LAYERS
+    assert found["in_int8"]["weight_bytes"] > plain["in_int8"]["weight_bytes"]
+    assert found["temp_bytes"] > plain["temp_bytes"]
+    assert found["estimate"]["decode_ms"][0][2] > plain["estimate"]["decode_ms"][0][2]
+    as_json = ["--speculative-config", json.dumps(speculative), "--target", "h200"]
+    sizes = ["--max-num-seqs", str(NUM_ROWS), "--max-num-batched-tokens", "256"]
+    assert cli.main(["plan", str(config), *as_json, *sizes]) == 0
+    text = capsys.readouterr().out
+    # 16 rows of four tokens.
+    for name in ("forward T=256", "forward T=64", f"draft R={NUM_ROWS}", f"verify R={NUM_ROWS}"):
+        assert f"\n{name} " in text
+    assert "such a step gives a row 1 to 4 tokens" in text and ", T=64 " in text
 
 
 def test_a_model_that_does_not_fit_is_told_by_the_exit_code(config, capsys):

@@ -11,7 +11,7 @@ from jaxpage.aot.estimate import estimate
 from jaxpage.aot.step_time import show_times, step_times
 from jaxpage.aot.targets import CHIPS
 from jaxpage.aot.tpu_schedule import Region
-from tests.aot.test_estimate import measured
+from tests.aot.test_estimate import OF_DRAFTS, measured
 
 COPY = Region(begin=12, own=14, num_starts=1)
 WAIT = Region(begin=13, own=8, num_waits=1)
@@ -181,11 +181,11 @@ def test_a_kernel_takes_the_greater_of_its_bundles_and_its_bytes():
         part.ms for part in step.parts if "attention" not in part.what and part.what != "exchange"
     ]
     assert sum(xla) == pytest.approx(1000 * 2_000_000 / clock)
-    values["block_bytes"] *= 10**6
+    values["layer_block_bytes"] *= 10**6
     (more, *_) = step_times(values, estimate(values))
     (attention,) = [part for part in more.parts if part.what == "attention (bytes)"]
     batch, length = map(int, more.name.split(",")[0].removeprefix("decode ").split(" x "))
-    num_bytes = batch * -(-length // 128) * values["block_bytes"]
+    num_bytes = batch * -(-length // 128) * 28 * values["layer_block_bytes"]
     assert attention.ms == pytest.approx(1000 * num_bytes / values["chip"]["bytes_per_second"])
 
 
@@ -198,11 +198,11 @@ def test_attention_of_a_gpu_takes_its_flops_or_bytes_and_its_launches():
     flops = 28 * 4 * 16 * 128 * sum(range(1, 2049))
     seconds = flops / (chip.flops_per_second * chip.product_share)
     assert attention.ms == pytest.approx(1000 * (seconds + 28 * chip.seconds_per_kernel))
-    values["block_bytes"] *= 10**6
+    values["layer_block_bytes"] *= 10**6
     (decode, *_) = step_times(values, estimate(values))
     (attention,) = [part for part in decode.parts if part.what == "attention (bytes)"]
     batch, length = map(int, decode.name.split(",")[0].removeprefix("decode ").split(" x "))
-    num_bytes = batch * -(-length // 128) * values["block_bytes"]
+    num_bytes = batch * -(-length // 128) * 28 * values["layer_block_bytes"]
     seconds = num_bytes / (chip.bytes_per_second * chip.copy_share)
     assert attention.ms == pytest.approx(1000 * (seconds + 56 * chip.seconds_per_kernel))
     lines = show_times(step_times(values, estimate(values)), explain=False, is_gpu=True)
@@ -219,6 +219,49 @@ def test_layers_with_a_window_take_the_time_of_its_keys():
     whole, short = attention(), attention(kv_groups=[[2, 28]])
     assert attention(kv_groups=[[2, 21], [None, 7]]) == pytest.approx((3 * short + whole) / 4)
     assert short < whole
+
+
+def with_drafts(**time) -> dict:
+    """Two drafts a row, by a model that has an eighth of the model's heads; a pass has 24 layers."""
+    values = of_tpu() | {"attention_flops": 4 * 512}
+    (kernel,) = values["programs"][0]["time"]["kernels"]
+    of_model, of_drafts = kernel | {"width": 512}, kernel | {"width": 64, "count": 24}
+    found = {"cycles": 1_000_000, "parts": [], "kernels": [of_model, of_drafts]}
+    in_drafts = {"kernels": [of_drafts | {"count": 48}]}
+    values["programs"] += [
+        {"name": "draft R=64", "time": found | in_drafts | time},
+        {"name": "verify R=64", "time": found | {"kernels": []}},
+        {"name": "forward T=256", "time": found},
+    ]
+    names = ("kv_groups", "attention_tiles", "layer_block_bytes")
+    model = {name: values[name] for name in names} | OF_DRAFTS
+    model |= {"attention_flops": 4 * 64, "kv_groups": [[None, 24]]}
+    return values | {"drafts": {"num_tokens": 2, "forward": "forward T=256", "model": model}}
+
+
+def test_a_step_with_drafts_runs_the_programs_that_make_and_check_them():
+    values = with_drafts()
+    found = {each.name.split(",")[0]: each for each in step_times(values, estimate(values))}
+    step, prefill = found["decode 64 x 1000"], found["prefill 2048 tokens"]
+    programs = {part.what.split(":")[0] for part in step.parts}
+    assert {"forward", "verify", "draft"} <= programs and step.name.endswith(", T=256")
+    clock = values["chip"]["clock"]
+    of_xla = [part.ms for part in step.parts if part.what.endswith(": others")]
+    assert sum(of_xla) == pytest.approx(1000 * 3_000_000 / clock)
+    kernels = {part.what.rpartition(" ")[0]: part for part in step.parts}
+    # Two passes that make drafts, and the one in the step, whose rows have three tokens.
+    of_drafts = "attention of the draft model in"
+    counts = [kernels[f"{of_drafts} {name}"].count for name in ("draft", "forward")]
+    assert counts == [48, 24] and kernels["attention"].count == 28
+    once = bundles(OF_TILES, Rows(count=64, query_len=1, kv_len=1000, **TILES | ONE_QUERY))
+    made = kernels[f"{of_drafts} draft"].ms
+    assert made == pytest.approx(1000 * 48 * once / clock)
+    assert not any(part.what.startswith("draft:") for part in prefill.parts)
+    (line, *_) = show_times([step], explain=False, is_gpu=False)[2:]
+    assert f"XLA {sum(of_xla):.2f}, attention {step.ms - sum(of_xla):.2f}" in line
+    lookup = values | {"drafts": values["drafts"] | {"model": None}}
+    (fewer, *_) = step_times(lookup, estimate(lookup))
+    assert not any("draft" in part.what for part in fewer.parts)
 
 
 def test_what_was_not_compiled_takes_no_time():

@@ -9,6 +9,7 @@ import pytest
 
 from jaxpage.aot.exchange import Collective
 from jaxpage.aot.experts import exchange_of_experts, num_active, numbers_of
+from jaxpage.aot.model_numbers import numbers_of_drafts, numbers_of_model, temp_bytes_at_most
 from jaxpage.aot.pictures import numbers_of_encoder
 from jaxpage.aot.steps import exchange_of
 from jaxpage.aot.worker import largest_step_bytes
@@ -49,6 +50,51 @@ def spec_of(config, tmp_path, num_devices=1):
     options = EngineConfig.from_options(model=str(tmp_path))
     mesh = local_mesh(num_devices) if num_devices > 1 else None
     return make_engine_spec(options, device=jax.local_devices()[0], mesh=mesh)
+
+
+SHORT_MIXTURE = EXPERTS["Qwen3-30B-A3B"] | {"num_hidden_layers": 2}
+
+
+def spec_with_drafts(tmp_path, num_devices=1, **options):
+    """Of two layers of Qwen3-30B-A3B, and with drafts of Qwen2.5-0.5B."""
+    for name, config in (("model", SHORT_MIXTURE), ("drafts", MODELS["Qwen2.5-0.5B"])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    speculative = {"model": str(tmp_path / "drafts.json"), "num_speculative_tokens": 4}
+    options = {"model": str(tmp_path / "model.json"), "speculative_config": speculative} | options
+    mesh = local_mesh(num_devices) if num_devices > 1 else None
+    config = EngineConfig.from_options(**options)
+    return make_engine_spec(config, device=jax.local_devices()[0], mesh=mesh)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_the_numbers_of_a_draft_model_are_those_of_a_model(num_devices, tmp_path):
+    spec = spec_with_drafts(tmp_path, num_devices)
+    found = numbers_of_drafts(spec)
+    assert found is not None
+    alone = numbers_of_model(spec_of(MODELS["Qwen2.5-0.5B"], tmp_path, num_devices))
+    same = set(alone) - {"kv_groups"}
+    assert {name: found["model"][name] for name in same} == {name: alone[name] for name in same}
+    assert found["model"]["kv_groups"] == [[None, 24]]
+    assert found["model"]["num_parameters"] == 494_032_768
+    head = 151_936 * 896 // num_devices
+    assert (found["model"]["head_bytes"], found["model"]["head_flops"]) == (2 * head, 2 * head)
+    own = numbers_of_model(spec)
+    experts = spec_of(SHORT_MIXTURE, tmp_path, num_devices)
+    assert own == numbers_of_model(experts)
+    assert spec.block_bytes == experts.block_bytes + found["model"]["block_bytes"]
+    assert temp_bytes_at_most(spec) > temp_bytes_at_most(experts)
+    assert numbers_of_drafts(experts) is None
+
+
+def test_prompt_lookup_has_drafts_without_a_model(tmp_path):
+    speculative = {"method": "ngram", "num_speculative_tokens": 7}
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
+    spec = spec_with_drafts(tmp_path, speculative_config=speculative, **sizes)
+    # 8 rows of 8 tokens.
+    assert numbers_of_drafts(spec) == {"num_tokens": 7, "forward": "forward T=64", "model": None}
+    small = spec_with_drafts(tmp_path, speculative_config=speculative, max_num_batched_tokens=256)
+    drafts = numbers_of_drafts(small)
+    assert drafts is not None and drafts["forward"] == "forward T=256"
 
 
 def test_a_token_uses_a_ninth_of_qwen3_30b_a3b(tmp_path):

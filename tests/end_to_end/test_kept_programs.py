@@ -63,6 +63,20 @@ def test_compile_prepares_a_start_from_config_json_alone(path, tmp_path, capsys,
 
 
 @pytest.mark.slow
+def test_compile_prepares_a_start_with_a_draft_model_from_config_json_alone(
+    path, tmp_path, fresh_cache
+):
+    def with_drafts(model: str) -> dict:
+        return {"speculative_config": {"model": model, "num_speculative_tokens": 3}}
+
+    config = f"{path}/config.json"
+    compile_for(OPTIONS | with_drafts(config) | {"model": config}, tmp_path, None)
+    origins, _, llm = start(path, tmp_path, **with_drafts(path))
+    assert set(origins.values()) == {"stored"} and "draft R=2" in origins
+    assert llm.stats().num_accepted_tokens > 0
+
+
+@pytest.mark.slow
 def test_compile_and_start_agree_on_windows_that_a_fitted_length_does_not_reach(
     tmp_path, fresh_cache
 ):

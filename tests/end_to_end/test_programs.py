@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.aot.hlo import parse
+from jaxpage.kv_groups import Location
 from tests import checkpoints
 from tests.few_programs import few_programs
 
@@ -109,7 +110,7 @@ def test_layers_of_several_groups_share_the_arrays_of_the_pool_in_place(tmp_path
     with as_users_compile():
         runner = runner_of(path, num_gpu_blocks_override=60_000)
     assert (
-        runner.groups.layer_locations == ((0, 0), (1, 0), (2, 0))
+        runner.groups.layer_locations == tuple(Location(group, 0) for group in range(3))
         and runner.pool_spec.num_arrays == 1
     )
     assert runner.pool_spec.num_bytes > 5 * TEMP_BOUND

@@ -223,6 +223,23 @@ def test_the_engines_folder_may_be_written_anew(checkpoint, tmp_path):
     assert llm.update_weights(checkpoint.path) == 1
 
 
+def test_new_weights_for_other_inputs_change_nothing(checkpoint, tmp_path):
+    """Of integers by output, only config.json says whether they are for inputs that are rounded."""
+    rounded, exact = (tmp_path / name for name in ("w8a8", "w8a16"))
+    write(checkpoint.floats, rounded, FORMATS["ct-w8a8"])
+    shutil.copytree(rounded, exact)
+    config = json.loads((exact / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    (exact / "config.json").write_text(json.dumps(config))
+    llm = make_llm(rounded)
+    before = {path: each.get_raw_value() for path, each in llm._memory._variables.items()}
+    with pytest.raises(ValueError, match="not rounded to int8, and the model rounds them"):
+        llm.update_weights(exact)
+    assert llm.weight_version() == 0
+    assert all(x.get_raw_value() is before[path] for path, x in llm._memory._variables.items())
+    assert llm.update_weights(rounded) == 1
+
+
 @pytest.mark.slow
 def test_a_trainers_floats_may_come_from_a_quantised_checkpoint(checkpoint, expected):
     module = load_module(str(checkpoint.path), dtype="float32")

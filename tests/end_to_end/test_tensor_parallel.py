@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.engine.stats import EngineStats
-from jaxpage.kv_groups import group_layers, most_blocks
+from jaxpage.kv_groups import most_blocks
 from jaxpage.models.registry import build
+from jaxpage.pool_choice import kv_groups
 from tests import checkpoints, dense_families, mixtures
 from tests.end_to_end.test_parity import prompts_of
 
@@ -80,17 +81,18 @@ def all_answers(path, way="plain", **options) -> list[checkpoints.Answer]:
     prompts[5] = prompts[4][:60] + prompts[5]
     options = WAYS[way] | options
     if way in PREEMPTED:
-        options["num_gpu_blocks_override"] = few_blocks(path)
+        num_devices = options.get("tensor_parallel_size", 1)
+        options["num_gpu_blocks_override"] = few_blocks(path, num_devices)
     llm = checkpoints.make_llm(path, enforce_eager=True, **options)
     found = checkpoints.answers(llm, prompts, [params(i) for i in range(len(prompts))])
     assert_happened(way, llm.stats())
     return found + beams(llm, prompts[1:3])
 
 
-def few_blocks(path) -> int:
+def few_blocks(path, num_devices: int) -> int:
     """For the longest prompt and its answer, and the null block."""
-    windows = build(load_hf_config(str(path)), dtype="float32").config.windows
-    groups = group_layers(windows, 128)  # the engine's longest sequence
+    config = build(load_hf_config(str(path)), dtype="float32").config
+    groups = kv_groups(config, max_model_len=128, num_devices=num_devices)  # of the engine
     return 1 + most_blocks(groups.windows, max(PROMPT_LENS) + MAX_TOKENS, 8, 64)
 
 

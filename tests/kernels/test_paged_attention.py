@@ -16,10 +16,11 @@ from jax.sharding import Mesh
 
 from jaxpage.batch import StepBatch
 from jaxpage.device import Device
+from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.attention import DenseAttention
 from jaxpage.ops import attention
-from jaxpage.ops.attention import PagedAttention, choose, max_blocks
+from jaxpage.ops.attention import Heads, PagedAttention, choose, max_blocks
 from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels import hopper, tile_sizes, tuning
@@ -145,7 +146,7 @@ def test_heads_are_shared_by_several_devices(num_heads, num_kv_heads, num_device
 
     def attend(mesh, spec, pool, q):
         options = dict(spec=spec, one_query_per_row=False, mesh=mesh)
-        attention = PagedAttention([pool], batch, ((0, 0),), **options)
+        attention = PagedAttention([pool], batch, (Location(0, 0),), **options)
         options = dict(scale=arguments["scale"], window=None, soft_cap=None)
         return attention(0, q, k, v, **options), attention.kv_pool[0]
 
@@ -191,7 +192,7 @@ TPU, CPU = Device(platform="tpu", kind="TPU v6 lite"), Device(platform="cpu")
 def test_no_kernel_sees_ahead(device, monkeypatch, good_ptxas):
     monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
     spec = replace(spec_of_a_gpu(), platform=device.platform, head_dim=128, block_size=128)
-    asked = dict(shares=share_heads(2, 2, 1), table=(4, 9))
+    asked = dict(heads=(Heads(share_heads(2, 2, 1), 128),), table=(4, 9))
     assert choose(spec, device, **asked).name == device.platform.replace("gpu", "hopper")
     choice = choose(spec, device, **asked, sees_ahead=True)
     assert (choice.name, choice.chosen) == ("xla", spec)
@@ -225,7 +226,8 @@ def test_hopper_gpus_have_a_kernel_and_a_reason_where_it_cannot_serve(
     spec = replace(spec_of_a_gpu(), **changes)
     asked = dict(num_devices=1, num_heads=8, table=(4, 9)) | asked
     shares = share_heads(asked.pop("num_heads"), spec.num_kv_heads, asked.pop("num_devices"))
-    choice = choose(spec, replace(HOPPER, compute_capability=capability), shares=shares, **asked)
+    heads = (Heads(shares, spec.head_dim),)
+    choice = choose(spec, replace(HOPPER, compute_capability=capability), heads=heads, **asked)
     oldest, newest = hopper.JAX_VERSIONS
     if not oldest <= jax.__version_info__ < newest and capability == "9.0":
         reason = r"the kernels need jax >= 0\.11\.2 and < 0\.13, and this is .*install"
@@ -242,7 +244,7 @@ def test_an_assembler_that_miscompiles_is_a_reason(monkeypatch):
     monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
     monkeypatch.setattr(hopper, "find_ptxas", lambda: Path("/cuda/bin/ptxas"))
     monkeypatch.setattr(hopper, "ptxas_version", lambda path: (13, 0, 88))
-    choice = choose(spec_of_a_gpu(), HOPPER, shares=share_heads(8, 2, 1), table=(4, 9))
+    choice = choose(spec_of_a_gpu(), HOPPER, heads=(Heads(share_heads(8, 2, 1), 64),), table=(4, 9))
     assert choice.name == "xla" and "ptxas 13.0.88 (/cuda/bin/ptxas) mis" in (choice.reason or "")
 
 
@@ -251,7 +253,8 @@ def test_a_tpu_s_share_of_scales_fills_registers(num_devices, rows):
     """Of six, three or one head a device: 24, 24 with unused ones, or 4 rows."""
     spec = replace(spec_of_a_gpu(), platform="tpu", num_kv_heads=6, head_dim=128, block_size=128)
     spec = replace(spec, format="int8", sharded=num_devices > 1)
-    choice = choose(spec, TPU, shares=share_heads(12, 6, num_devices), table=(4, 9))
+    heads = (Heads(share_heads(12, 6, num_devices), spec.head_dim),)
+    choice = choose(spec, TPU, heads=heads, table=(4, 9))
     assert choice.reason is None and choice.chosen.scale_rows == rows
     pool = choice.chosen.abstract()[0]
     assert isinstance(pool, QuantizedPool) and pool.scale_zero is not None
@@ -260,7 +263,8 @@ def test_a_tpu_s_share_of_scales_fills_registers(num_devices, rows):
 
 def test_a_cpu_has_no_kernel_and_needs_no_reason():
     spec = spec_of_a_gpu()
-    choice = choose(spec, CPU, shares=share_heads(2, 2, 1), table=(4, 9))
+    heads = (Heads(share_heads(2, 2, 1), spec.head_dim),)
+    choice = choose(spec, CPU, heads=heads, table=(4, 9))
     assert choice.chosen == spec and choice.reason is None
 
 
@@ -389,7 +393,8 @@ def test_a_pool_goes_with_the_sizes_of_its_device(platform, tmp_path, monkeypatc
     monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
     spec = replace(spec_of_a_gpu(), platform=platform)
     device = Device(platform=platform, kind=kind, compute_capability="9.0")
-    choice = choose(spec, device, shares=share_heads(2, 2, 1), table=(4, 9))
+    heads = (Heads(share_heads(2, 2, 1), spec.head_dim),)
+    choice = choose(spec, device, heads=heads, table=(4, 9))
     assert choice.reason is None
     read = {"gpu": dict(attention="hopper"), "tpu": dict(attention="tpu", layout="tpu")}[platform]
     assert choice.chosen == replace(spec, kernel_sizes=sizes, **read)

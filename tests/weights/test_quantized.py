@@ -344,6 +344,38 @@ def test_weights_in_other_numbers_than_the_models(form, other, message, source, 
         load(abstract(tmp_path / form), tmp_path / other, use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    ("form", "other", "message"),
+    [
+        ("ct-w8a8", "plain", "inputs that are not rounded to int8, and the model rounds them"),
+        ("plain", "ct-w8a8", "inputs that are rounded to int8, and the model does not round"),
+        ("gptq-8-g128", "ct-w8a8", "inputs that are rounded to int8, and the model does not round"),
+        (
+            "ct-w8a8",
+            "ct-w8a16-channel",
+            "inputs that are not rounded to int8, and the model rounds them",
+        ),
+        (
+            "ct-w8a8",
+            "gptq-8-g128",
+            "inputs that are not rounded to int8, and the model rounds them",
+        ),
+        ("awq-g128", "awq-g32", r"scales for 16 groups .* of the model for 4"),
+    ],
+)
+def test_weights_for_other_inputs_or_in_other_groups_than_the_models(
+    form, other, message, source, tmp_path
+):
+    for name in (form, other):
+        # "plain": W8A16 in the tensors of W8A8.
+        kind = FORMATS.get(name, FORMATS["ct-w8a8"])
+        write(source, tmp_path / name, kind)
+        if name == "plain":
+            without_input_activations(tmp_path / name)
+    with pytest.raises(ValueError, match=message):
+        load(abstract(tmp_path / form), tmp_path / other, use_tqdm=False)
+
+
 def test_dynamic_is_another_name_for_groups_that_are_not_adjacent(source, tmp_path):
     written = write(source, tmp_path, FORMATS["ct-w4a16-act-order"])
     changed(tmp_path, actorder="dynamic")
@@ -354,6 +386,13 @@ def changed(folder: Path, **how: Any) -> None:
     """Change what config.json says of weights in compressed-tensors."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"] |= how
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def without_input_activations(folder: Path) -> None:
+    """Say in config.json that weights in compressed-tensors are for inputs that are not rounded."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -386,9 +425,7 @@ def rewritten(folder: Path, change) -> None:
 
 def test_integers_with_a_scale_per_output_for_inputs_that_are_not_rounded(source, tmp_path):
     written = write(source, tmp_path, FORMATS["ct-w8a8"])
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    without_input_activations(tmp_path)
     model = load(abstract(tmp_path), tmp_path, use_tqdm=False)
     assert specs(model)["model.layers.0.mlp.down_proj.scale"].shape == (4, 256)
     assert_equal(model, written)
@@ -412,7 +449,7 @@ def test_zeros_of_symmetric_weights_are_all_0(source, tmp_path):
     rewritten(tmp_path, with_zeros(0))
     assert_equal(load(abstract(tmp_path), tmp_path, use_tqdm=False), written)
     rewritten(tmp_path, with_zeros(3))
-    with pytest.raises(ValueError, match="symmetrically according to config.json, but its zeros"):
+    with pytest.raises(ValueError, match="zeros of 3 to 3 .* wants it symmetric, with 0"):
         load(abstract(tmp_path), tmp_path, use_tqdm=False)
 
 
