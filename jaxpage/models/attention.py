@@ -18,8 +18,7 @@ class Attention(Protocol):
     Query head h reads KV head `h // (H/K)`. Scores are `scale * q.k`, then `soft_cap * tanh(scores / soft_cap)` if
     there is a cap. Key j is visible to query i iff j <= i and, with a window, j > i - window (transformers'
     convention). `sinks` [H] are one more score for each head, which takes its share of the softmax and has no value;
-    models without sinks do not name the argument. Nor do most name `is_causal`: True says that no token sees later
-    ones in this layer, even if it does in others (`StepBatch.last_keys`). Returns [..., T, H, D] in q's dtype.
+    models without sinks do not name the argument. Returns [..., T, H, D] in q's dtype.
     """
 
     def __call__(
@@ -33,18 +32,25 @@ class Attention(Protocol):
         window: int | None,
         soft_cap: float | None,
         sinks: jax.Array | None = None,
-        is_causal: bool = False,
     ) -> jax.Array: ...
 
 
 class DenseAttention:
     """Attention over the given tokens themselves, in float32, with all T*T scores in memory. Differentiable."""
 
-    def __init__(self, positions: jax.Array, pictures: jax.Array | None = None):
+    def __init__(
+        self,
+        positions: jax.Array,
+        pictures: jax.Array | None = None,
+        *,
+        causal_without_window: bool = False,
+    ):
         # int32[..., T], ascending: a token sees those of lower or equal position.
         self.positions = positions
         # int32[..., T]: which picture a token is of, -1 if none. Tokens of one picture see each other (Gemma 3).
         self.pictures = pictures
+        # If so, only in layers with a window (Gemma 4).
+        self.causal_without_window = causal_without_window
 
     def __call__(
         self,
@@ -57,17 +63,9 @@ class DenseAttention:
         window: int | None,
         soft_cap: float | None,
         sinks: jax.Array | None = None,
-        is_causal: bool = False,
     ) -> jax.Array:
         del layer
-        weights = self.weights(
-            *(q, k),
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            is_causal=is_causal,
-        )
+        weights = self.weights(q, k, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
         return self.combine(weights, v).astype(q.dtype)
 
     def weights(
@@ -79,7 +77,6 @@ class DenseAttention:
         window: int | None,
         soft_cap: float | None,
         sinks: jax.Array | None = None,
-        is_causal: bool = False,
     ) -> jax.Array:
         """float32[..., H, T, T]: how much of each key's value a query gets; rows add up to 1, less with sinks."""
         num_kv_heads = k.shape[-2]
@@ -90,7 +87,7 @@ class DenseAttention:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         query, key = self.positions[..., :, None], self.positions[..., None, :]
         visible = key <= query
-        if self.pictures is not None and not is_causal:
+        if self.pictures is not None and not (window is None and self.causal_without_window):
             of_query, of_key = self.pictures[..., :, None], self.pictures[..., None, :]
             visible |= (of_query == of_key) & (of_query >= 0)
         if window is not None:

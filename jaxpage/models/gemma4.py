@@ -66,8 +66,6 @@ class Gemma4Attention(SelfAttention):
         if index >= config.num_kv_layers:
             self.k_proj = self.v_proj = self.k_norm = None
             self.kv_projections = ()
-        sees_ahead = config.vision is not None and config.vision.bidirectional
-        self.stays_causal = sees_ahead and config.windows[index] is None
 
     def __call__(
         self, x: jax.Array, rotation: Rotation, attention: Attention, kv: LayerKV
@@ -83,7 +81,6 @@ class Gemma4Attention(SelfAttention):
             q, k = rotation.turn(q, self.k_norm(k))
             kv[self.index] = k, normalise(v, config.norm_eps).astype(v.dtype)
         source = config.kv_layer(self.index)
-        more: dict[str, Any] = {"is_causal": True} if self.stays_causal else {}
         out = attention(
             source,
             q,
@@ -91,7 +88,6 @@ class Gemma4Attention(SelfAttention):
             scale=config.attention_scale,
             window=config.windows[self.index],
             soft_cap=None,
-            **more,
         )
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
@@ -217,10 +213,10 @@ class Gemma4Decoder(Decoder):
         if inputs.is_embed is not None:  # transformers has padding there
             token_ids = jnp.where(inputs.is_embed, self.padding, token_ids)
         both = self.embed_tokens_per_layer(token_ids), self.per_layer_model_projection(x)
-        of_layers = zip(*(jnp.split(each, len(given), axis=-1) for each in both), strict=True)
+        of_tokens, projected = (jnp.split(each, len(given), axis=-1) for each in both)
         return [
-            more | {"own_embedding": self._own_embedding(*of_layer, x.shape[-1])}
-            for more, of_layer in zip(given, of_layers, strict=True)
+            more | {"own_embedding": self._own_embedding(own, others, x.shape[-1])}
+            for more, own, others in zip(given, of_tokens, projected, strict=True)
         ]
 
     def _own_embedding(

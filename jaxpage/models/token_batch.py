@@ -46,14 +46,13 @@ class RowAttention:
         window: int | None,
         soft_cap: float | None,
         sinks: jax.Array | None = None,
-        is_causal: bool = False,
     ) -> jax.Array:
         """q [B, L, H, D], k and v [B, L, K, D] -> [B, L, H, D] in q's dtype."""
         del layer
         num_rows, length, num_heads, _ = q.shape
 
         def part(q: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
-            visible = self._visible(positions, segments, window, self._causal or is_causal)
+            visible = self._visible(positions, segments, window)
             return _attend(q, k, v, visible, scale=scale, soft_cap=soft_cap, sinks=sinks)
 
         fitting = max(1, _MAX_SCORES // (num_rows * num_heads * length))
@@ -64,13 +63,11 @@ class RowAttention:
         parts = jax.lax.map(lambda x: part(*x), tuple(cut))
         return jnp.moveaxis(parts, 0, 1).reshape(q.shape)
 
-    def _visible(
-        self, positions: jax.Array, segments: jax.Array, window: int | None, is_causal: bool
-    ) -> jax.Array:
+    def _visible(self, positions: jax.Array, segments: jax.Array, window: int | None) -> jax.Array:
         """bool[B, Q, L]: which tokens are visible to queries with these positions and segments."""
         query, key = positions[:, :, None], self._positions[:, None, :]
         visible = segments[:, :, None] == self._segments[:, None, :]
-        if is_causal:
+        if self._causal:
             visible &= key <= query
         if window is not None:
             visible &= jnp.abs(query - key) < window

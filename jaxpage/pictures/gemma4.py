@@ -65,6 +65,10 @@ class Gemma4VisionConfig:
     def num_patches(self) -> None:
         return None
 
+    @property
+    def causal_without_window(self) -> bool:
+        return True
+
     def patches(self, pixels: np.ndarray) -> np.ndarray:
         """float32[P, patch_values] of float32[height, width, 3]; patches that are pooled follow each other."""
         blocks = (-1, self.pool_size, self.patch_size)

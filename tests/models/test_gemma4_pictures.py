@@ -85,7 +85,11 @@ def test_logits_are_those_of_transformers(loaded, name, number):
     inputs = ForwardInput(
         token_ids=jnp.array(prompt.token_ids, jnp.int32),
         positions=positions,
-        attention=DenseAttention(positions, jnp.array(of_picture) if sees_ahead else None),
+        attention=DenseAttention(
+            positions,
+            jnp.array(of_picture) if sees_ahead else None,
+            causal_without_window=True,
+        ),
         embeds=jnp.array(embeds),
         is_embed=jnp.array(of_picture >= 0),
     )
