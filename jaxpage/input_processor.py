@@ -34,7 +34,7 @@ from jaxpage.prompts import (
     parse_chat,
     truncate,
 )
-from jaxpage.reasoning import reasoning_tokens, to_reasoning_config
+from jaxpage.reasoning import ALWAYS_REASON, reasoning_tokens, to_reasoning_config
 from jaxpage.request import MaskSource, Request
 from jaxpage.sampling.features import features_of, processors_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
@@ -327,8 +327,8 @@ class InputProcessor:
                 config, self.tokenizer, self.limits.vocab_size, wanted_by=wanted_by
             )
             at_end = reasoning_at_end(prompt.token_ids, reasoning.start, reasoning.end)
-            # DeepSeek-R1 reasons without writing the start marker.
-            is_reasoning = config.reasoning_parser == "deepseek_r1" if at_end is None else at_end
+            always = config.reasoning_parser in ALWAYS_REASON
+            is_reasoning = always if at_end is None else at_end
             reasoning = None if at_end is False else reasoning
         # Forced tokens have no logprobs, and ignore other constraints.
         incompatible = (

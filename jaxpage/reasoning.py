@@ -13,9 +13,14 @@ from typing import Any
 MAX_MARKER_LEN = 64  # tokens of a marker
 
 # Reasoning parsers of vLLM, for models that jaxpage supports -> start and end of the reasoning that they find.
-MARKERS: dict[str, tuple[str, str]] = dict.fromkeys(
-    ("deepseek_r1", "qwen3"), ("<think>", "</think>")
-)
+MARKERS: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        ("deepseek_r1", "qwen3", "glm45", "glm47", "minimax_m2"), ("<think>", "</think>")
+    ),
+    "gemma4": ("<|channel>", "<channel|>"),
+}
+# Models whose prompts always begin the reasoning, whether with the start marker or not.
+ALWAYS_REASON = ("deepseek_r1", "minimax_m2")
 # Parsers of gpt-oss, whose reasoning has no such markers; vLLM's option has the second name.
 HARMONY = ("gpt_oss", "openai_gptoss")
 PARSERS = (*HARMONY, *MARKERS)

@@ -254,6 +254,9 @@ def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) 
                 parameter.normal_(0, 0.3)
             else:
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+        for module in model.modules():
+            if type(module).__name__.endswith("LayerNorm1P"):  # it adds 1 itself
+                module.weight.sub_(1)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # Gemma 4's
                 buffer.uniform_(0.6, 1.2)

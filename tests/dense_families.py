@@ -254,6 +254,22 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         ),
         shape(8, 1, hidden=64, layers=3, hidden_act="gelu", rope_parameters=YARN),
     ],
+    "nemotron": [
+        shape(4, 2, rope_parameters=PARTIAL),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            head_dim=8,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            norm_eps=1e-3,
+            rope_parameters=LINEAR | {"partial_rotary_factor": 1.0},
+        ),
+        shape(4, 4, head_dim=16, hidden_act="gelu", rope_parameters=PARTIAL),
+    ],
     "exaone4": [
         shape(4, 2, layers=4, sliding_window=12, rope_parameters=DEFAULT),
         shape(
@@ -358,6 +374,7 @@ CLASSES = {
     "glm4": "Glm4Config",
     "glm": "GlmConfig",
     "starcoder2": "Starcoder2Config",
+    "nemotron": "NemotronConfig",
     "exaone4": "Exaone4Config",
     "seed_oss": "SeedOssConfig",
     "ernie4_5": "Ernie4_5Config",

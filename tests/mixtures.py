@@ -11,7 +11,7 @@ from typing import Any
 
 from tests import checkpoints
 from tests.checkpoints import shape
-from tests.dense_families import gemma4
+from tests.dense_families import LINEAR, gemma4, multipliers
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -28,6 +28,11 @@ def deepseek(num_experts: int, chosen: int, size: int, **other: Any) -> dict[str
     """Experts of `size` under DeepSeek-V3's names, which several families have."""
     sizes = {"n_routed_experts": num_experts, "moe_intermediate_size": size}
     return {**sizes, "num_experts_per_tok": chosen, **other}
+
+
+def ernie(num_experts: int, chosen: int, shared: int, size: int, **other: Any) -> dict[str, Any]:
+    sizes = {"moe_num_experts": num_experts, "moe_k": chosen, "moe_num_shared_experts": shared}
+    return {**sizes, "moe_intermediate_size": size, **other}
 
 
 # They differ in heads and RoPE, in the number of experts and which layers have them, in what becomes of shares.
@@ -201,6 +206,25 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             rope_parameters=DEFAULT,
         ),
     ],
+    "ernie4_5_moe": [
+        shape(4, 2, **ernie(8, 2, 1, 24), rope_parameters=DEFAULT),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=4,
+            **ernie(8, 3, 2, 20, moe_layer_start_index=0, moe_layer_interval=2),
+            tie_word_embeddings=False,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            4,
+            4,
+            layers=4,
+            **ernie(5, 1, 0, 24, moe_layer_start_index=1, moe_layer_end_index=2, moe_norm_min=0.5),
+            rope_parameters=LINEAR,
+        ),
+    ],
     "minimax_m2": [
         shape(
             4,
@@ -230,6 +254,36 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             num_local_experts=5,
             num_experts_per_tok=1,
             rope_parameters=DEFAULT,
+        ),
+    ],
+    "granitemoe": [
+        shape(
+            4,
+            2,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            **multipliers(6.0, 0.2, 0.4, 0.5),
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            **multipliers(2.0, 0.125, 0.3, 1.5),
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            4,
+            4,
+            num_local_experts=4,
+            num_experts_per_tok=4,
+            **multipliers(1.0, 0.4, 1.1, 1.0),
+            rope_parameters=LINEAR,
         ),
     ],
     "gpt_oss": [
@@ -310,7 +364,9 @@ CLASSES = {
     "olmoe": "OlmoeConfig",
     "glm4_moe": "Glm4MoeConfig",
     "dots1": "Dots1Config",
+    "ernie4_5_moe": "Ernie4_5_MoeConfig",
     "minimax_m2": "MiniMaxM2Config",
+    "granitemoe": "GraniteMoeConfig",
     "gpt_oss": "GptOssConfig",
     "gemma4_moe": "Gemma4TextConfig",
 }

@@ -136,6 +136,57 @@ def gemma3_config(**vision: Any) -> transformers.PretrainedConfig:
     )
 
 
+GEMMA_4_SIDE = 12  # pixels of a square of patches that becomes one embedding
+
+
+def gemma4_config(
+    *, sees_ahead: bool = False, vision: dict[str, Any] | None = None, **text: Any
+) -> transformers.PretrainedConfig:
+    """As E2B, or with tokens of a picture that see each other in layers with a window, as 31B. Squares of 3 x 3 patches
+    become embeddings.
+    """
+    tower = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "patch_size": 4,
+        "position_embedding_size": 128,
+        "use_clipped_linears": not sees_ahead,
+        "standardize": sees_ahead,
+    }
+    decoder = {
+        "vocab_size": VOCAB_SIZE,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 72,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 0 if sees_ahead else 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 9,
+        "layer_types": 2 * ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0 if sees_ahead else 8,
+        "use_bidirectional_attention": "vision" if sees_ahead else None,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return transformers.Gemma4Config(
+        text_config=decoder | text,
+        vision_config=tower | (vision or {}),
+        audio_config=None,
+        image_token_id=GEMMA_IMAGE,
+        boi_token_id=GEMMA_BEGIN,
+        eoi_token_id=GEMMA_END,
+    )
+
+
 def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) -> Path:
     """Write a random model of a config for pictures and text."""
     import torch
@@ -155,6 +206,14 @@ def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) 
             else:
                 size = parameter[0].numel() if parameter.ndim > 1 else parameter.numel()
                 parameter.normal_(0, size**-0.5)
+        for name, buffer in model.named_buffers():
+            # Gemma 4's, in the tower near enough to zero to show.
+            if name.endswith(("input_min", "output_min")):
+                buffer.fill_(-1.5)
+            elif name.endswith(("input_max", "output_max")):
+                buffer.fill_(1.0)
+            elif name.endswith(("layer_scalar", "std_scale", "std_bias")):
+                buffer.uniform_(0.6, 1.2)
     model.save_pretrained(path)
     return Path(path)
 
@@ -218,5 +277,37 @@ def gemma_logits(model: Any, token_ids: list[int], pictures: list[Picture]) -> n
     if pictures:
         given["token_type_ids"] = (given["input_ids"] == GEMMA_IMAGE).int()
         given["pixel_values"] = torch.tensor(np.stack([gemma_pixels(each) for each in pictures]))
+    with torch.no_grad():
+        return model(**given).logits[0].numpy()
+
+
+def gemma4_values(config: Any, pictures: list[Picture]) -> dict[str, Any]:
+    """What transformers' Gemma 4 takes for pictures, padded to the largest; in our order of patches."""
+    import torch
+
+    most = max(len(picture.patches) for picture in pictures)
+    values, places = [], []
+    for picture in pictures:
+        missing = most - len(picture.patches)
+        given = picture.patches / 2 + 0.5
+        values.append(np.pad(given, ((0, missing), (0, 0))))
+        own = config.places(picture.grid).T
+        places.append(np.pad(own, ((0, missing), (0, 0)), constant_values=-1))
+    return {
+        "pixel_values": torch.tensor(np.stack(values)),
+        "image_position_ids": torch.tensor(np.stack(places), dtype=torch.long),
+    }
+
+
+def gemma4_logits(
+    model: Any, config: Any, token_ids: list[int], pictures: list[Picture]
+) -> np.ndarray:
+    """float32[T, V] of transformers' Gemma 4. config: of our tower."""
+    import torch
+
+    given: dict[str, Any] = {"input_ids": torch.tensor([token_ids])}
+    given["mm_token_type_ids"] = (given["input_ids"] == GEMMA_IMAGE).int()
+    if pictures:
+        given |= gemma4_values(config, pictures)
     with torch.no_grad():
         return model(**given).logits[0].numpy()

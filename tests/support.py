@@ -34,6 +34,7 @@ FAMILIES = {
     "glm4": "GLM-4-0414 (`Glm4ForCausalLM`)",
     "glm": "GLM-4 (`GlmForCausalLM`)",
     "starcoder2": "StarCoder 2",
+    "nemotron": "Nemotron",
     "exaone4": "EXAONE 4",
     "seed_oss": "Seed-OSS",
     "ernie4_5": "ERNIE 4.5, without experts",
@@ -43,7 +44,9 @@ FAMILIES = {
     "olmoe": "OLMoE",
     "glm4_moe": "GLM-4.5, 4.6 (`Glm4MoeForCausalLM`)",
     "dots1": "dots.llm1",
+    "ernie4_5_moe": "ERNIE 4.5, with experts",
     "minimax_m2": "MiniMax-M2",
+    "granitemoe": "Granite 3 with experts",
     "gpt_oss": "gpt-oss",
     "gemma4": "Gemma 4 (text), without experts",
     "gemma4_moe": "Gemma 4 (text), with experts",
@@ -54,6 +57,7 @@ PICTURE_FAMILIES = {
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL with experts",
     "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
 }
 _DENSE = "tests.end_to_end.test_dense_families"
 _EXPERTS = "tests.end_to_end.test_experts"
@@ -84,19 +88,21 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "int8 weights": (f"{_SHARED}=int8 weights",),
     "int8 KV": (f"{_SHARED}=quantised pool",),
 }
-_SEEN, _GEMMA_SEEN = "tests.models.test_qwen_vl", "tests.models.test_gemma3_pictures"
+_SEEN = "tests.models.test_qwen_vl"
+_GEMMAS_SEEN = ("tests.models.test_gemma3_pictures", "tests.models.test_gemma4_pictures")
 _TOKENS_SEEN = (
     "tests.end_to_end.test_pictures:test_greedy_tokens_equal_transformers",
     "tests.end_to_end.test_gemma3_pictures:test_greedy_tokens_equal_transformers",
+    "tests.end_to_end.test_gemma4_pictures:test_greedy_tokens_equal_transformers",
 )
 PICTURE_FEATURES: dict[str, tuple[str, ...]] = {
     "embeddings of pictures": tuple(
         f"{module}:test_embeddings_of_a_picture_are_those_of_transformers"
-        for module in (_SEEN, _GEMMA_SEEN)
+        for module in (_SEEN, *_GEMMAS_SEEN)
     ),
     "of videos": (f"{_SEEN}:test_embeddings_of_a_video_are_those_of_transformers",),
     "logits": tuple(
-        f"{module}:test_logits_are_those_of_transformers" for module in (_SEEN, _GEMMA_SEEN)
+        f"{module}:test_logits_are_those_of_transformers" for module in (_SEEN, *_GEMMAS_SEEN)
     ),
     "tokens with pictures": tuple(f"{test}=pictures" for test in _TOKENS_SEEN),
     "with videos": tuple(f"{test}=videos" for test in _TOKENS_SEEN),

@@ -11,6 +11,7 @@ from jaxpage import EngineConfig, SamplingParams
 from jaxpage.chat_outputs import chat_format
 from jaxpage.demo import checkpoint
 from jaxpage.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from jaxpage.tool_parsers import FORMATS
 from tests import checkpoints
 
 WEATHER = {
@@ -51,7 +52,12 @@ def test_formats_follow_from_options_then_from_the_template():
 
 @pytest.mark.parametrize(
     ("name", "ours"),
-    [("qwen3_json", "hermes"), ("qwen3_xml", "qwen3_coder"), ("llama4_json", "llama3_json")],
+    [
+        ("qwen3_json", "hermes"),
+        ("qwen3_xml", "qwen3_coder"),
+        ("llama4_json", "llama3_json"),
+        ("glm47", "glm45"),
+    ],
 )
 def test_other_names_of_vllm_mean_the_same_formats(name, ours):
     assert make(tool_call_parser=name).tool_parser == ours
@@ -74,8 +80,8 @@ def test_unknown_parsers_are_refused_at_the_start():
     for name in ("x", "qwen3_code", ""):
         with pytest.raises(ValueError, match="tool_call_parser must be one of None, deepseek_v3"):
             EngineConfig(model="m", tool_call_parser=name)
-    with pytest.raises(ValueError, match="reasoning_parser='glm45' is not known; there are deep"):
-        EngineConfig.from_options(model="m", reasoning_parser="glm45")
+    with pytest.raises(ValueError, match="reasoning_parser='granite' is not known; there are deep"):
+        EngineConfig.from_options(model="m", reasoning_parser="granite")
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
@@ -115,9 +121,7 @@ def test_params_follow_from_the_choice():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "parser", ["hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "deepseek_v3"]
-)
+@pytest.mark.parametrize("parser", FORMATS)
 def test_calls_that_must_be_made_are_made(parser):
     options = {"skip_tokenizer_init": False, "max_model_len": 400, "tool_call_parser": parser}
     llm = checkpoints.make_llm(checkpoint(), **options)

@@ -39,11 +39,19 @@ class Attention(Protocol):
 class DenseAttention:
     """Attention over the given tokens themselves, in float32, with all T*T scores in memory. Differentiable."""
 
-    def __init__(self, positions: jax.Array, pictures: jax.Array | None = None):
+    def __init__(
+        self,
+        positions: jax.Array,
+        pictures: jax.Array | None = None,
+        *,
+        causal_without_window: bool = False,
+    ):
         # int32[..., T], ascending: a token sees those of lower or equal position.
         self.positions = positions
         # int32[..., T]: which picture a token is of, -1 if none. Tokens of one picture see each other (Gemma 3).
         self.pictures = pictures
+        # If so, only in layers with a window (Gemma 4).
+        self.causal_without_window = causal_without_window
 
     def __call__(
         self,
@@ -80,7 +88,7 @@ class DenseAttention:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         query, key = self.positions[..., :, None], self.positions[..., None, :]
         visible = key <= query
-        if self.pictures is not None:
+        if self.pictures is not None and not (window is None and self.causal_without_window):
             of_query, of_key = self.pictures[..., :, None], self.pictures[..., None, :]
             visible |= (of_query == of_key) & (of_query >= 0)
         if window is not None:

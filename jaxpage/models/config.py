@@ -27,6 +27,7 @@ class Routing:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     # A number for each expert is added to its score when experts are chosen, but not in their shares.
     has_correction: bool = False
+    correction_axes: int = 1  # more than one: the others have size 1
     # Equal groups of consecutive experts; a token's experts are in as many of them.
     num_groups: int = 1
     chosen_groups: int = 1
@@ -53,7 +54,8 @@ class ExpertsConfig:
     swiglu_slope: float = 1.702
 
     def __post_init__(self):
-        if not 1 <= self.experts_per_token <= self.num_experts:
+        counts = (self.experts_per_token, self.num_experts)
+        if None in counts or not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
                 f"{self.experts_per_token} experts for each token of {self.num_experts}: check "
                 "num_experts_per_tok and the number of experts in config.json"
@@ -92,6 +94,7 @@ class Gemma4Options:
     wide_shared_mlp: bool  # twice as wide in layers without KV of their own
     per_layer_size: int  # of the embeddings of a token for each layer; 0: none
     per_layer_vocab_size: int  # of these
+    padding_token_id: int  # whose embeddings for layers those that replace tokens have
 
 
 class KVHeads(NamedTuple):

@@ -175,10 +175,16 @@ class DecoderLayer(nnx.Module):
         load: list[jax.Array] | None = None,
     ) -> jax.Array:
         x = x + self.self_attn(self.input_layernorm(x), rotation, attention)
+        return x + self.second_half(x, is_token, load)
+
+    def second_half(
+        self, x: jax.Array, is_token: jax.Array | None, load: list[jax.Array] | None
+    ) -> jax.Array:
+        """What MLP or experts add to x."""
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MixtureOfExperts):
-            return x + self.mlp(normed, is_token, load)
-        return x + self.mlp(normed)
+            return self.mlp(normed, is_token, load)
+        return self.mlp(normed)
 
 
 def hidden_norm(norm: Norm, config: ModelConfig) -> NormLayer:

@@ -22,10 +22,12 @@ from jaxpage.models.config import (
     KVHeads,
     ModelConfig,
     Scales,
+    activation_of,
     decoder_config,
 )
 from jaxpage.models.decoder import MLP, CausalLM, Decoder, Rotation, SelfAttention, hidden_norm
 from jaxpage.models.experts import MixtureOfExperts
+from jaxpage.models.gemma4_vision import Gemma4Tower
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.layers import (
     ACTIVATION_FUNCTIONS,
@@ -38,6 +40,8 @@ from jaxpage.models.layers import (
     param,
 )
 from jaxpage.models.router import Router
+from jaxpage.models.vision import PictureLM
+from jaxpage.pictures.gemma4 import Gemma4VisionConfig, gemma4_vision_config
 from pallas_kernels.rope.reference import split
 
 if TYPE_CHECKING:
@@ -191,6 +195,7 @@ class Gemma4Decoder(Decoder):
         size, dtype = options.per_layer_size, config.dtype
         width, init = config.num_layers * size, Normal(config.initializer_range)
         table = Embedding(options.per_layer_vocab_size, width, init=init, dtype=dtype)
+        self.padding = options.padding_token_id
         self.embed_tokens_per_layer = table if size else None
         if size:
             self.per_layer_model_projection = _whole((width, config.hidden_size), config)
@@ -201,20 +206,25 @@ class Gemma4Decoder(Decoder):
     def layer_inputs(self, inputs: ForwardInput, x: jax.Array) -> list[dict[str, Any]]:
         kv: LayerKV = {}
         given = [more | {"kv": kv} for more in super().layer_inputs(inputs, x)]
-        if self.embed_tokens_per_layer is not None:
-            own = self._own_embeddings(inputs.token_ids, x)
-            given = [more | {"own_embedding": own[..., i, :]} for i, more in enumerate(given)]
-        return given
+        if self.embed_tokens_per_layer is None:
+            return given
+        # [..., T, L * P]; of [..., T, L, P] a TPU would have to bring a layer's numbers together.
+        token_ids = inputs.token_ids
+        if inputs.is_embed is not None:  # transformers has padding there
+            token_ids = jnp.where(inputs.is_embed, self.padding, token_ids)
+        both = self.embed_tokens_per_layer(token_ids), self.per_layer_model_projection(x)
+        of_tokens, projected = (jnp.split(each, len(given), axis=-1) for each in both)
+        return [
+            more | {"own_embedding": self._own_embedding(own, others, x.shape[-1])}
+            for more, own, others in zip(given, of_tokens, projected, strict=True)
+        ]
 
-    def _own_embeddings(self, token_ids: jax.Array, x: jax.Array) -> jax.Array:
-        """[..., T, L, P] of int32[..., T] tokens and the first layer's input [..., T, E]."""
-        assert self.embed_tokens_per_layer is not None
-        of_tokens = self.embed_tokens_per_layer(token_ids)
-        shape = (*token_ids.shape, self.config.num_layers, -1)
-        of_tokens = of_tokens.reshape(shape)
-        of_tokens = of_tokens * jnp.asarray(of_tokens.shape[-1] ** 0.5, x.dtype)
-        projected = _times(self.per_layer_model_projection(x), x.shape[-1] ** -0.5)
-        projected = self.per_layer_projection_norm(projected.reshape(shape))
+    def _own_embedding(
+        self, of_tokens: jax.Array, projected: jax.Array, hidden_size: int
+    ) -> jax.Array:
+        """[..., T, P] of a layer, from the table and from the first layer's input."""
+        of_tokens = of_tokens * jnp.asarray(of_tokens.shape[-1] ** 0.5, of_tokens.dtype)
+        projected = self.per_layer_projection_norm(_times(projected, hidden_size**-0.5))
         return _times(projected + of_tokens, 2**-0.5)
 
 
@@ -234,8 +244,28 @@ def gemma4(config: ModelConfig) -> CausalLM:
     return CausalLM(config, layer=Gemma4Layer, norm=WideRMSNorm, decoder=Gemma4Decoder)
 
 
-def gemma4_config(
+def gemma4_with_pictures(config: ModelConfig) -> CausalLM:
+    """A Gemma 4 with its vision tower, if it has one."""
+    if config.vision is None:
+        return gemma4(config)
+    assert isinstance(config.vision, Gemma4VisionConfig)
+    visual = Gemma4Tower(config.vision, config.dtype)
+    return PictureLM(config, visual, layer=Gemma4Layer, norm=WideRMSNorm, decoder=Gemma4Decoder)
+
+
+def gemma4_pictures_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Gemma4ForConditionalGeneration; the audio tower is not used."""
+    vision = None
+    if hf.vision_config is not None:
+        activation_of(hf.vision_config, "the vision tower")
+        vision = gemma4_vision_config(hf)
+    return gemma4_config(hf, dtype=dtype, max_model_len=max_model_len, vision=vision)
+
+
+def gemma4_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
     """ModelConfig of a Gemma4ForCausalLM, or of the text part of a Gemma4ForConditionalGeneration; also of Gemma 4
     Unified.
@@ -270,6 +300,7 @@ def gemma4_config(
         ),
         gemma4=_options(text),
         experts=_experts(text),
+        **facts,
     )
 
 
@@ -287,6 +318,7 @@ def _options(text: PretrainedConfig) -> Gemma4Options:
         wide_shared_mlp=bool(text.use_double_wide_mlp),
         per_layer_size=size,
         per_layer_vocab_size=vocab_size,
+        padding_token_id=text.pad_token_id or 0,
     )
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import ModelConfig, Scales, decoder_config
+from jaxpage.models.config import ExpertsConfig, ModelConfig, Scales, decoder_config
 from jaxpage.models.decoder import CausalLM, DecoderLayer, Rotation
 
 if TYPE_CHECKING:
@@ -26,9 +26,16 @@ class GraniteLayer(DecoderLayer):
         assert config.scales.residual is not None
         self.scale: float = config.scales.residual
 
-    def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        rotation: Rotation,
+        attention: Attention,
+        is_token: jax.Array | None = None,
+        load: list[jax.Array] | None = None,
+    ) -> jax.Array:
         x = x + self._scaled(self.self_attn(self.input_layernorm(x), rotation, attention))
-        return x + self._scaled(self.mlp(self.post_attention_layernorm(x)))
+        return x + self._scaled(self.second_half(x, is_token, load))
 
     def _scaled(self, x: jax.Array) -> jax.Array:
         return (x.astype(jnp.float32) * self.scale).astype(x.dtype)
@@ -40,7 +47,7 @@ def granite(config: ModelConfig) -> CausalLM:
 
 
 def granite_config(
-    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
     """ModelConfig of a GraniteForCausalLM."""
     scales = Scales(
@@ -54,4 +61,19 @@ def granite_config(
         max_model_len=max_model_len,
         attention_scale=hf.attention_multiplier,
         scales=scales,
+        **facts,
     )
+
+
+def granite_moe_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a GraniteMoeForCausalLM."""
+    experts = ExpertsConfig(
+        layers=tuple(range(hf.num_hidden_layers)),
+        num_experts=hf.num_local_experts,
+        experts_per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        shares_add_up_to_one=True,
+    )
+    return granite_config(hf, dtype=dtype, max_model_len=max_model_len, experts=experts)

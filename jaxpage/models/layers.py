@@ -193,20 +193,30 @@ class WideRMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean(x)) / standard deviation of x, times the weight, plus the bias; all in float32, then back to x's
-    dtype.
+    """(x - mean(x)) / standard deviation of x, times weight + offset, plus the bias; all in float32, then back to x's
+    dtype. weight + offset has the weight's dtype (transformers' NemotronLayerNorm1P).
     """
 
-    def __init__(self, size: int, *, axis: str, eps: float, dtype: jnp.dtype, bias: bool = True):
-        self.eps = eps
-        self.weight = param((size,), axes=(axis,), init=Constant(1.0), dtype=dtype)
-        offset = param((size,), axes=(axis,), init=Constant(0.0), dtype=dtype)
-        self.bias = offset if bias else None
+    def __init__(
+        self,
+        size: int,
+        *,
+        axis: str,
+        eps: float,
+        dtype: jnp.dtype,
+        bias: bool = True,
+        offset: int = 0,
+    ):
+        self.eps, self.offset = eps, offset
+        self.weight = param((size,), axes=(axis,), init=Constant(1.0 - offset), dtype=dtype)
+        shift = param((size,), axes=(axis,), init=Constant(0.0), dtype=dtype)
+        self.bias = shift if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         y = normalise(wide - jnp.mean(wide, axis=-1, keepdims=True), self.eps)
-        y *= _like(self.weight[...], x).astype(jnp.float32)
+        weight = self.weight[...] + self.offset if self.offset else self.weight[...]
+        y *= _like(weight, x).astype(jnp.float32)
         if self.bias is not None:
             y += _like(self.bias[...], x).astype(jnp.float32)
         return y.astype(x.dtype)
@@ -223,4 +233,5 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }

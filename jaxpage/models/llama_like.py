@@ -42,7 +42,7 @@ def seed_oss_config(
 
 
 def ernie_config(
-    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
     """ModelConfig of an Ernie4_5ForCausalLM: one option for all biases; RoPE rotates adjacent pairs."""
     bias = bool(hf.use_bias)
@@ -53,6 +53,7 @@ def ernie_config(
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
+        **facts,
     )
     return replace(config, ropes=interleaved(config.ropes))
 

@@ -1,4 +1,4 @@
-"""Mixtral, OLMoE, Qwen 2 and 3 with experts, GLM-4.5, dots.llm1, MiniMax-M2: their configs.
+"""Mixtral, OLMoE, Qwen 2 and 3 with experts, GLM-4.5, dots.llm1, ERNIE 4.5, MiniMax-M2: their configs.
 
 The rest is the shared decoder. Knows transformers' names of these families' options; must not know checkpoints.
 """
@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.models.config import ExpertsConfig, ModelConfig, Routing, decoder_config
+from jaxpage.models.llama_like import ernie_config
 from jaxpage.models.rope import Rope, layer_ropes
 
 if TYPE_CHECKING:
@@ -126,6 +127,36 @@ def dots1_config(
         experts=_grouped_experts(hf),
         qk_norm=True,
     )
+
+
+def ernie_moe_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of an Ernie4_5_MoeForCausalLM."""
+    if hf.use_bias:
+        raise ValueError(
+            "Ernie4_5_MoeForCausalLM with use_bias: a bias of the head is not supported; released models have none"
+        )
+    first, last = hf.moe_layer_start_index, hf.moe_layer_end_index
+    layers = tuple(
+        index
+        for index in range(first, min(last + 1, hf.num_hidden_layers))
+        if (index + 1) % hf.moe_layer_interval == 0
+    )
+    experts = ExpertsConfig(
+        layers=layers,
+        num_experts=hf.moe_num_experts,
+        experts_per_token=hf.moe_k,
+        intermediate_size=hf.moe_intermediate_size,
+        shares_add_up_to_one=True,
+        shared_size=hf.moe_intermediate_size * hf.moe_num_shared_experts or None,
+        shared_gate=False,
+        routing=Routing(
+            has_correction=True, correction_axes=2, least_sum=hf.moe_norm_min, in_float32=True
+        ),
+    )
+    more = {"experts": experts} if layers else {}
+    return ernie_config(hf, dtype=dtype, max_model_len=max_model_len, **more)
 
 
 def minimax_m2_config(

@@ -24,10 +24,15 @@ from jaxpage.models.gemma import (
     gemma3_text_config,
     gemma_with_pictures,
 )
-from jaxpage.models.gemma4 import gemma4, gemma4_config
+from jaxpage.models.gemma4 import (
+    gemma4,
+    gemma4_config,
+    gemma4_pictures_config,
+    gemma4_with_pictures,
+)
 from jaxpage.models.glm import glm4, glm_config
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
-from jaxpage.models.granite import granite, granite_config
+from jaxpage.models.granite import granite, granite_config, granite_moe_config
 from jaxpage.models.layers import RMSNorm
 from jaxpage.models.llama_like import (
     ernie_config,
@@ -38,6 +43,7 @@ from jaxpage.models.llama_like import (
 )
 from jaxpage.models.mixtures import (
     dots1_config,
+    ernie_moe_config,
     glm4_moe_config,
     minimax_m2_config,
     mixtral_config,
@@ -51,14 +57,20 @@ from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config, qwen3_vl_moe_conf
 from jaxpage.models.sources import (
     Naming,
     Place,
+    ernie_experts,
+    ernie_name,
     further_layer,
     fused_gate_up,
     fused_projections,
     gemma4_experts,
+    gemma4_name,
     gpt_oss_experts,
+    granite_experts,
+    granite_name,
     minimax_experts,
     minimax_name,
     mixtral_experts,
+    mtp_modules,
     nothing,
     same_name,
     same_names,
@@ -69,9 +81,10 @@ from jaxpage.models.sources import (
     turned_experts,
     with_visual,
 )
-from jaxpage.models.starcoder2 import starcoder2, starcoder2_config
+from jaxpage.models.starcoder2 import nemotron, nemotron_config, starcoder2, starcoder2_config
 from jaxpage.pictures.border import PictureProcessor
 from jaxpage.pictures.gemma3 import gemma3_processor
+from jaxpage.pictures.gemma4 import gemma4_processor
 from jaxpage.pictures.qwen3_vl import qwen3_vl_processor
 from jaxpage.pictures.qwen_vl import qwen2_5_vl_processor
 from jaxpage.pictures.settings import read_settings
@@ -108,6 +121,12 @@ REGISTRY: dict[str, Family] = {
     "CohereForCausalLM": Family(config_from_hf=cohere_config, module=cohere),
     "Dots1ForCausalLM": Family(config_from_hf=dots1_config, weight_map=separate_experts),
     "Ernie4_5ForCausalLM": Family(config_from_hf=ernie_config),
+    "Ernie4_5_MoeForCausalLM": Family(
+        config_from_hf=ernie_moe_config,
+        weight_map=ernie_experts,
+        tensor_name=ernie_name,
+        is_idle=mtp_modules,
+    ),
     "Exaone4ForCausalLM": Family(
         config_from_hf=exaone4_config, module=partial(post_norm, norm=RMSNorm)
     ),
@@ -122,7 +141,14 @@ REGISTRY: dict[str, Family] = {
         text_only=Family(config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part),
     ),
     "Gemma4ForCausalLM": _GEMMA_4,
-    "Gemma4ForConditionalGeneration": replace(_GEMMA_4, tensor_name=text_part),
+    "Gemma4ForConditionalGeneration": replace(
+        _GEMMA_4,
+        config_from_hf=gemma4_pictures_config,
+        module=gemma4_with_pictures,
+        tensor_name=gemma4_name,
+        processor=gemma4_processor,
+        text_only=replace(_GEMMA_4, tensor_name=text_part),
+    ),
     "Gemma4UnifiedForCausalLM": _GEMMA_4,
     "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA_4, tensor_name=text_part),
     "GemmaForCausalLM": Family(config_from_hf=gemma1_config, module=gemma1),
@@ -135,6 +161,12 @@ REGISTRY: dict[str, Family] = {
         config_from_hf=gpt_oss_config, module=gpt_oss, weight_map=gpt_oss_experts
     ),
     "GraniteForCausalLM": Family(config_from_hf=granite_config, module=granite),
+    "GraniteMoeForCausalLM": Family(
+        config_from_hf=granite_moe_config,
+        module=granite,
+        weight_map=granite_experts,
+        tensor_name=granite_name,
+    ),
     "LlamaForCausalLM": Family(),
     "MiniMaxM2ForCausalLM": Family(
         config_from_hf=minimax_m2_config,
@@ -150,6 +182,7 @@ REGISTRY: dict[str, Family] = {
     ),
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(config_from_hf=mixtral_config, weight_map=mixtral_experts),
+    "NemotronForCausalLM": Family(config_from_hf=nemotron_config, module=nemotron),
     "Olmo2ForCausalLM": Family(
         config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo
     ),

@@ -28,8 +28,10 @@ class Router(Linear):
             init=Normal(config.initializer_range),
             dtype=jnp.dtype(jnp.float32) if routing.in_float32 else config.dtype,
         )
-        shape, float32 = (settings.num_experts,), jnp.dtype(jnp.float32)
-        correction = param(shape, axes=("router",), init=Constant(0.0), dtype=float32)
+        axes = routing.correction_axes
+        shape = (*[1] * (axes - 1), settings.num_experts)
+        float32 = jnp.dtype(jnp.float32)
+        correction = param(shape, axes=("router",) * axes, init=Constant(0.0), dtype=float32)
         self.e_score_correction_bias = correction if routing.has_correction else None
 
     def choose(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +65,7 @@ class Router(Linear):
         """float32[T, X], by which experts are chosen: scores with corrections, -inf in groups that are not chosen."""
         routing = self.settings.routing
         if self.e_score_correction_bias is not None:
-            scores = scores + self.e_score_correction_bias[...].astype(scores.dtype)[None]
+            scores = scores + self.e_score_correction_bias[...].reshape(1, -1)
         if routing.num_groups == 1:
             return scores
         grouped = scores.reshape(len(scores), routing.num_groups, -1)

@@ -88,6 +88,12 @@ def further_layer(config: ModelConfig, name: str) -> bool:
     return layer is not None and layer >= config.num_layers
 
 
+def mtp_modules(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor is of ERNIE's modules that predict further tokens."""
+    del config
+    return name.startswith("model.mtp_")
+
+
 def shared_kv(config: ModelConfig, name: str) -> bool:
     """Whether a layer that reads an earlier one's keys and values has a tensor for its own (Gemma 4)."""
     layer = layer_of(name)
@@ -132,6 +138,14 @@ def text_and_pictures(name: str) -> str | None:
     if name.startswith("vision_tower."):
         inner = name.removeprefix("vision_tower.").removeprefix("vision_model.")
         return None if inner.startswith("head.") else f"visual.{inner}"
+    return text_part(name)
+
+
+def gemma4_name(name: str) -> str | None:
+    """`text_part` with the vision tower and what projects its results as `visual.`."""
+    for theirs, ours in (("model.vision_tower.", ""), ("model.embed_vision.", "embed_vision.")):
+        if name.startswith(theirs):
+            return f"visual.{ours}{name.removeprefix(theirs)}"
     return text_part(name)
 
 
@@ -243,6 +257,22 @@ def minimax_experts(config: ModelConfig) -> dict[str, Place]:
     }
 
 
+def ernie_experts(config: ModelConfig) -> dict[str, Place]:
+    """A tensor for each projection of each expert, and corrections of routers beside these."""
+    layers = () if config.experts is None else config.experts.layers
+    return separate_experts(config) | {
+        f"model.layers.{i}.mlp.gate.{_CORRECTION}": Source(
+            f"model.layers.{i}.mlp.moe_statics.{_CORRECTION}"
+        )
+        for i in layers
+    }
+
+
+def ernie_name(name: str) -> str | None:
+    """In transformers 5 corrections are in the router."""
+    return name.replace(".gate.moe_statics.", ".gate.")
+
+
 def minimax_name(name: str) -> str | None:
     """In transformers 5 the correction is beside the router."""
     return name.replace(f".mlp.{_CORRECTION}", f".mlp.gate.{_CORRECTION}")
@@ -271,6 +301,29 @@ def _experts(
         places[f"{ours}.gate_up_proj"] = stacked(i, *gate_up)
         places[f"{ours}.down_proj"] = stacked(i, down)
     return places
+
+
+_GRANITE = {
+    "gate.weight": "router.layer",
+    "experts.gate_up_proj": "input_linear",
+    "experts.down_proj": "output_linear",
+}
+
+
+def granite_experts(config: ModelConfig) -> dict[str, Place]:
+    """Granite has all experts in one tensor, under its own names."""
+    assert config.experts is not None
+    return {
+        f"model.layers.{i}.mlp.{ours}": Source(f"model.layers.{i}.block_sparse_moe.{theirs}.weight")
+        for i in config.experts.layers
+        for ours, theirs in _GRANITE.items()
+    }
+
+
+def granite_name(name: str) -> str | None:
+    """The names in transformers 5."""
+    name = name.replace(".block_sparse_moe.router.weight", ".mlp.gate.weight")
+    return name.replace(".block_sparse_moe.experts.", ".mlp.experts.")
 
 
 def gpt_oss_experts(config: ModelConfig) -> dict[str, Place]:

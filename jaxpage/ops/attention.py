@@ -177,6 +177,7 @@ class PagedAttention:
         spec: KVPoolSpec,
         one_query_per_row: bool,
         mesh: Mesh | None = None,
+        causal_without_window: bool = False,
     ):
         self.kv_pool = list(kv_pool)
         self._batch = batch
@@ -185,6 +186,7 @@ class PagedAttention:
         self._spec = spec
         self._one_query_per_row = one_query_per_row
         self._mesh = mesh
+        self._causal_without_window = causal_without_window  # see `VisionConfig`
 
     def __call__(
         self,
@@ -212,7 +214,8 @@ class PagedAttention:
         )
         self._written.add(layer)
         pool, queries = self.kv_pool[array], batch.query_starts
-        if batch.last_keys is not None:
+        sees_ahead = window is not None or not self._causal_without_window
+        if batch.last_keys is not None and sees_ahead:
             queries = SeeingAhead(queries, batch.last_keys)
         if self._mesh is not None and self._mesh.size > 1:
             shares = share_heads(q.shape[1], k.shape[1], self._mesh.size)

@@ -103,6 +103,11 @@ class VisionConfig(Protocol):
         """Whether the tokens of a picture see each other in the decoder, so that all of them are computed together."""
         ...
 
+    @property
+    def causal_without_window(self) -> bool:
+        """Whether layers without a sliding window are causal even so."""
+        ...
+
     def encoder_inputs(self, picture: Picture, padded_patches: int) -> dict[str, np.ndarray]:
         """What the encoder, the model's `visual`, takes for one picture, padded to `padded_patches` patches.
 

@@ -74,6 +74,10 @@ class SiglipConfig:
         return True
 
     @property
+    def causal_without_window(self) -> bool:
+        return False
+
+    @property
     def num_tokens(self) -> int:
         """Embeddings of a picture."""
         return (self.side // self.pool_size) ** 2

@@ -58,6 +58,10 @@ class Qwen25VisionConfig:
         return False
 
     @property
+    def causal_without_window(self) -> bool:
+        return False
+
+    @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
@@ -149,6 +153,10 @@ class Qwen3VisionConfig:
 
     @property
     def bidirectional(self) -> bool:
+        return False
+
+    @property
+    def causal_without_window(self) -> bool:
         return False
 
     @property

@@ -308,6 +308,7 @@ class Step:
         """All tokens through the layers; their experts are counted."""
         batch = unpack_batch(state, rows, bucket, self.spec)
         own, of_drafts = self._split_pool(kv_pool)
+        pictures = self.spec.pictures
         if self.drafting is not None:
             parameters = leaves[self.treedef.num_leaves :]
             of_drafts, _ = self.drafting.forward(
@@ -320,6 +321,7 @@ class Step:
             spec=self.pool_spec,
             one_query_per_row=bucket.decode,
             mesh=self.mesh,
+            causal_without_window=pictures is not None and pictures.vision.causal_without_window,
         )
         inputs = ForwardInput(
             token_ids=batch.token_ids,
@@ -333,7 +335,7 @@ class Step:
             words, where = embeds
             values = lax.bitcast_convert_type(words, self.spec.dtype)
             inputs = replace(inputs, embeds=values, is_embed=where)
-        if self.spec.pictures is not None and not bucket.decode:
+        if pictures is not None and not bucket.decode:
             inputs = with_pictures(inputs, state, rows["picture_rows"], self.spec.dtype)
         if has_positions(self.spec):
             positions = rotary_positions(state, rows, bucket, batch.positions)

@@ -6,8 +6,11 @@ from typing import Any
 
 from jaxpage.tool_parsers import (
     deepseek_v3,
+    gemma4,
+    glm45,
     hermes,
     llama3_json,
+    minimax_m2,
     mistral,
     pythonic,
     qwen3_coder,
@@ -18,8 +21,11 @@ from jaxpage.tool_parsers.tools import to_tools
 
 FORMATS: dict[str, Format] = {
     "deepseek_v3": deepseek_v3.FORMAT,
+    "gemma4": gemma4.FORMAT,
+    "glm45": glm45.FORMAT,
     "hermes": hermes.FORMAT,
     "llama3_json": llama3_json.FORMAT,
+    "minimax_m2": minimax_m2.FORMAT,
     "mistral": mistral.FORMAT,
     "pythonic": pythonic.FORMAT,
     "qwen3_coder": qwen3_coder.FORMAT,
@@ -27,6 +33,7 @@ FORMATS: dict[str, Format] = {
 
 # vLLM's other names of the same formats.
 ALIASES = {
+    "glm47": "glm45",
     "llama4_json": "llama3_json",
     "qwen3_json": "hermes",
     "qwen3_xml": "qwen3_coder",
@@ -38,9 +45,12 @@ NAMES = tuple(sorted((*FORMATS, *ALIASES, *OF_GPT_OSS)))
 # The parser, strings in its templates, and strings in similar templates of other formats. The first match applies.
 _TEMPLATES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("qwen3_coder", ("<tool_call>", "<function=", "<parameter="), ()),
-    ("hermes", ("<tool_call>", "arguments"), ("<arg_key>",)),  # GLM
+    ("glm45", ("<tool_call>", "<arg_key>", "<arg_value>"), ()),
+    ("minimax_m2", ("<minimax:tool_call>", "<invoke name="), ()),
+    ("hermes", ("<tool_call>", "arguments"), ("<arg_key>",)),
     ("mistral", ("[TOOL_CALLS]",), ()),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json"), ()),  # V3.1 has no code block
+    ("gemma4", ("<|tool_call>call:", "<tool_call|>"), ()),
     ("pythonic", ("[func_name1(params_name1=params_value1",), ("<TOOLCALL>",)),  # Nemotron
     ("llama3_json", ('"parameters": dictionary of argument name', "<|eot_id|>"), ()),
 )

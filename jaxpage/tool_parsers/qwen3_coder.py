@@ -13,17 +13,15 @@ A value is plain text; its type is in the tool's schema.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 from jaxpage.tool_parsers.call_grammar import CallGrammar
 from jaxpage.tool_parsers.parser import Format
-from jaxpage.tool_parsers.qwen3_coder_grammar import call_rules
 from jaxpage.tool_parsers.source import SPACE, Markers, Reading, Source, read_until
-from jaxpage.tool_parsers.tools import Tool
-from jaxpage.tool_parsers.values import schema_types, to_json
+from jaxpage.tool_parsers.tagged import Tags, read_parameters
+from jaxpage.tool_parsers.tagged_grammar import TaggedCall
+from jaxpage.tool_parsers.tools import ANY_TOOL, Tool
 from jaxpage.tool_parsers.writer import Writer
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -31,7 +29,6 @@ _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _MARKERS = Markers(_BEGIN, _FUNCTION)
 _NAME = re.compile(r"[^<>\n]*")
-_ANY = Tool("", {})
 
 
 def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[None]:
@@ -45,97 +42,46 @@ def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[Non
             name = (yield from source.run(_NAME)).strip()
             if name and (yield from source.match(">")):
                 writer.start(name)
-                yield from _read_parameters(source, writer, by_name.get(name, _ANY))
+                tool = by_name.get(name, ANY_TOOL)
+                if (yield from read_parameters(source, writer, tool, _TAGS)) == _FUNCTION_END:
+                    yield from source.run(SPACE)
+                    if (yield from source.match(_END)):
+                        source.take_held()
         writer.text(source.take_held())
 
 
-def _read_parameters(source: Source, writer: Writer, tool: Tool) -> Reading[None]:
-    """Everything after the function's name. Afterwards the source holds what is not part of the call."""
-    writer.arguments("{")
-    seen: set[str] = set()
-    while True:
-        source.hold()
-        yield from source.run(SPACE)
-        marker = yield from source.match(_PARAMETER, _FUNCTION_END, _END)
-        if marker != _PARAMETER:
-            break
-        key = (yield from source.run(_NAME)).strip()
-        if not (key and (yield from source.match(">"))):
-            return
-        before = f"{', ' if seen else ''}{json.dumps(key, ensure_ascii=False)}: "
-        seen.add(key)
-        types = schema_types(tool.schema(key))
-        read_value = _read_text if types == ("string",) else partial(_read_other, types=types)
-        end = yield from read_value(source, writer, before, _value_ends(tool, seen))
-        source.take_held()
-        if not end:
-            return
-        if end != _PARAMETER_END:
-            source.pos -= len(end)
-    if marker:
-        writer.arguments("}")
-        source.hold()
-    if marker == _FUNCTION_END:
-        yield from source.run(SPACE)
-        if (yield from source.match(_END)):
-            source.take_held()
+def _read_name(source: Source) -> Reading[str]:
+    name = (yield from source.run(_NAME)).strip()
+    return name if (yield from source.match(">")) else ""
 
 
-def _value_ends(tool: Tool, seen: set[str]) -> Markers:
-    """The markers that end a value: its closing tag or, without one, the start of the call's next part."""
+def _value_stops(tool: Tool, seen: set[str]) -> list[str]:
+    """The start of the call's next part."""
     names = (name for name in tool.properties if _NAME.fullmatch(name) and name not in seen)
-    unseen = [f"{_PARAMETER}{name}>" for name in names]
-    return Markers(_PARAMETER_END, f"{_FUNCTION_END}\n{_END}", *unseen)
+    return [f"{_FUNCTION_END}\n{_END}", *(f"{_PARAMETER}{name}>" for name in names)]
 
 
-def _read_text(source: Source, writer: Writer, before: str, ends: Markers) -> Reading[str]:
-    """Writes a string incrementally, after `before`. Returns the marker that ends it."""
-    source.take_held()
-    writer.arguments(before + '"')
-    trimmed = _Trimmed(lambda text: writer.arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
-    end = yield from read_until(source, ends, trimmed.write)
-    if end:
-        writer.arguments('"')
-    return end
-
-
-def _read_other(
-    source: Source, writer: Writer, before: str, ends: Markers, types: tuple[str, ...]
-) -> Reading[str]:
-    """A value that must be complete to be converted; text if it does not end. Returns the marker that ends it."""
-    held = source.take_held()
-    pieces: list[str] = []
-    end = yield from read_until(source, ends, pieces.append)
-    if end:
-        value: list[str] = []
-        _Trimmed(value.append).write("".join(pieces))
-        writer.arguments(before + to_json("".join(value), types))
-    else:
-        writer.text("".join([held, *pieces]))
-    return end
-
-
-class _Trimmed:
-    """Passes text on without one line break at its beginning and one at its end, which the template added."""
-
-    def __init__(self, write: Callable[[str], None]):
-        self._write = write
-        self._begun = False
-        self._line_break = ""  # held back, since it may be the last character
-
-    def write(self, text: str) -> None:
-        if not self._begun:
-            self._begun = True
-            text = text.removeprefix("\n")
-        text = self._line_break + text
-        self._line_break = "\n" if text.endswith("\n") else ""
-        text = text.removesuffix("\n")
-        if text:
-            self._write(text)
+_TAGS = Tags(
+    parameter=_PARAMETER,
+    read_name=_read_name,
+    value_end=_PARAMETER_END,
+    call_ends=(_FUNCTION_END, _END),
+    value_stops=_value_stops,
+    trims=True,
+)
+_CALL = TaggedCall(
+    format="qwen3_coder",
+    begin=f"{_BEGIN}\n{_FUNCTION}%s>\n",
+    parameter=f"{_PARAMETER}%s>\n",
+    value_end=f"\n{_PARAMETER_END}\n",
+    end=f"{_FUNCTION_END}\n{_END}",
+    stops=(_PARAMETER_END, f"{_FUNCTION_END}\n{_END}"),
+    parameter_stop=f"{_PARAMETER}%s>",
+)
 
 
 def grammar(special_tokens: Mapping[str, int]) -> CallGrammar:
-    return CallGrammar(call=call_rules, between="\n")
+    return CallGrammar(call=_CALL.rules, between="\n")
 
 
 FORMAT = Format(read=read, grammar=grammar, markers=(_BEGIN, _END), keeps_special_tokens=False)

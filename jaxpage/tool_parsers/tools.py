@@ -29,6 +29,9 @@ class Tool:
         return shared | dict(schema)
 
 
+ANY_TOOL = Tool("", {})  # one of which nothing is known
+
+
 def to_tools(tools: Any, *, are_forced: bool = True) -> tuple[Tool, ...]:
     """Tools from `[{"type": "function", "function": {"name": ..., "parameters": {...}}}, ...]` or None.
 

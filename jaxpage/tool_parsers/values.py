@@ -21,12 +21,19 @@ _ALIASES = {
     "dict": "object",
     **dict.fromkeys(("arr", "list", "sequence"), "array"),
 }
+DEFINITIONS = ("$defs", "definitions")
+_MAX_REFERENCES = 10  # in a row
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+
+def known_types(schema: Any) -> tuple[str, ...]:
+    """The types that a value may have, in the schema's order; () if it says nothing of them."""
+    return tuple(dict.fromkeys(_types(schema, schema, 0)))
 
 
 def schema_types(schema: Any) -> tuple[str, ...]:
     """The types that a value may have, in the schema's order; "string" by default."""
-    return tuple(dict.fromkeys(_types(schema, schema, 0))) or ("string",)
+    return known_types(schema) or ("string",)
 
 
 def _types(schema: Any, root: Any, depth: int) -> list[str]:
@@ -57,6 +64,19 @@ def resolve(reference: Any, root: Any) -> Any:
     for part in parts[1:]:
         root = root.get(part) if isinstance(root, Mapping) else None
     return root if parts[0] == "#" else None
+
+
+def resolved(schema: Any) -> dict[str, Any]:
+    """The schema with references resolved, and its definitions; {} if it says nothing."""
+    root = schema
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return {}
+        if "$ref" not in schema:
+            break
+        schema = resolve(schema["$ref"], root)
+    shared = {k: root[k] for k in DEFINITIONS if k in root}
+    return shared | dict(schema or {})
 
 
 def to_json(text: str, types: tuple[str, ...]) -> str:

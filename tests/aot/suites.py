@@ -17,6 +17,7 @@ NAMES = (
     "meshes",
     "experts",
     "drafts",
+    "gemma4",
     "quantised",
     "quant_matmul",
     "paged_attention_tpu",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import checkpoints, picture_models
-from tests.end_to_end import test_gemma3_pictures, test_pictures
+from tests.end_to_end import test_gemma3_pictures, test_gemma4_pictures, test_pictures
 from tests.end_to_end.test_tensor_parallel import (
     PREEMPTED,
     SIZES,
@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen3_vl": (picture_models.qwen3_vl_config, test_pictures),
     "qwen3_vl_moe": (picture_models.qwen3_vl_moe_config, test_pictures),
     "gemma3": (picture_models.gemma3_config, test_gemma3_pictures),
+    "gemma4": (picture_models.gemma4_config, test_gemma4_pictures),
 }
 FEW_BLOCKS = 60  # for the longest prompt, its answer and little else
 MAX_TOKENS = 64

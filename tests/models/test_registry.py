@@ -81,6 +81,14 @@ def test_a_window_without_a_token_is_refused(window):
         build(config, dtype="float32")
 
 
+# What the defaults of transformers' configs lack.
+MORE = {
+    "Dots1ForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+    "NemotronForCausalLM": {"num_key_value_heads": 8},
+}
+
+
 @pytest.mark.parametrize("architecture", [name for name in REGISTRY if name.endswith("CausalLM")])
 def test_a_model_has_windows_if_that_of_transformers_has(architecture):
     """A config.json may name one without."""
@@ -91,6 +99,7 @@ def test_a_model_has_windows_if_that_of_transformers_has(architecture):
         use_sliding_window=True,
         max_window_layers=2,
         architectures=[architecture],
+        **MORE.get(architecture, {}),
     )
     windows = build(config, dtype="float32").config.windows
     code = inspect.getsource(inspect.getmodule(model))
@@ -101,13 +110,9 @@ def test_a_model_has_windows_if_that_of_transformers_has(architecture):
 def test_a_part_of_the_head_is_rotated_if_transformers_does_so(architecture):
     """A config.json may name partial_rotary_factor without."""
     model = getattr(transformers, architecture)
+    more = {"num_hidden_layers": 4, "architectures": [architecture], **MORE.get(architecture, {})}
     whole, part = (
-        build(
-            model.config_class(
-                num_hidden_layers=4, architectures=[architecture], partial_rotary_factor=factor
-            ),
-            dtype="float32",
-        )
+        build(model.config_class(partial_rotary_factor=factor, **more), dtype="float32")
         for factor in (1.0, 0.25)
     )
     code = inspect.getsource(inspect.getmodule(model))

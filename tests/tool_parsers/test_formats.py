@@ -18,11 +18,14 @@ TEMPLATES = {
     "name and its value}.",
     "mistral": "{{- '[TOOL_CALLS][' }}{%- for tool_call in message.tool_calls %}",
     "deepseek_v3": "{{'<｜Assistant｜><｜tool▁calls▁begin｜>'}}{{'\\n' + '```json' + '\\n'}}",
+    "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}{{- '}<tool_call|>' -}}",
+    "glm45": "{{ '\\n<tool_call>' + tc.name }}\n{% for k, v in tc.arguments.items() %}\n<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v }}</arg_value>\n{% endfor %}\n</tool_call>",
+    "minimax_m2": "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}\n<invoke name=\"tool-name-1\">",
     "pythonic": "in the format of [func_name1(params_name1=params_value1, params_name2=params_value2...)]",
 }
 OTHERS = {
     "no tools": "{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}",
-    "GLM 4.5": "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key> arguments",
     "DeepSeek V3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{tool.name}}<｜tool▁sep｜>{{args}}",
     "Nemotron": "<TOOLCALL>[func_name1(params_name1=params_value1)]</TOOLCALL>",
 }
@@ -40,13 +43,15 @@ def test_other_templates_imply_none(name):
 
 def test_formats_say_whether_special_tokens_must_be_kept():
     kept = {name for name, f in tool_parsers.FORMATS.items() if f.keeps_special_tokens}
-    assert kept == {"deepseek_v3", "hermes", "llama3_json", "mistral"}
+    assert kept == set(tool_parsers.FORMATS) - {"pythonic", "qwen3_coder"}
     for name, format_ in tool_parsers.FORMATS.items():
         assert tool_parsers.make(name).keeps_special_tokens == format_.keeps_special_tokens
 
 
 def test_an_unknown_parser_is_named():
-    with pytest.raises(ValueError, match="'llama9' is not known; there are deepseek_v3, hermes"):
+    with pytest.raises(
+        ValueError, match="'llama9' is not known; there are deepseek_v3, gemma4, glm45, hermes"
+    ):
         tool_parsers.make("llama9")
 
 

@@ -60,6 +60,21 @@ def dumps(value) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def as_texts(arguments: dict) -> list[tuple[str, str]]:
+    return [(k, v if isinstance(v, str) else dumps(v)) for k, v in arguments.items()]
+
+
+def as_gemma4(value) -> str:
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            return f"{{{','.join(f'{k}:{as_gemma4(v)}' for k, v in sorted(value.items()))}}}"
+        case list():
+            return f"[{','.join(map(as_gemma4, value))}]"
+    return dumps(value)
+
+
 def f_and_g(name: str, arguments: dict, *, both: bool) -> str:
     """An output of the format, with a call of f and perhaps one of g without arguments."""
     text = dumps(arguments)
@@ -80,14 +95,30 @@ def f_and_g(name: str, arguments: dict, *, both: bool) -> str:
                 "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>"
             )
             f, g = frame % ("f", text), frame % ("g", "{}")
+        case "gemma4":
+            begin, between, end = "", "", ""
+            f = f"<|tool_call>call:f{as_gemma4(arguments)}<tool_call|>"
+            g = "<|tool_call>call:g{}<tool_call|>"
+        case "glm45":
+            begin, between, end = "", "\n", ""
+            inner = "".join(
+                f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n"
+                for k, v in as_texts(arguments)
+            )
+            f, g = f"<tool_call>f\n{inner}</tool_call>", "<tool_call>g\n</tool_call>"
+        case "minimax_m2":
+            begin, between, end = "<minimax:tool_call>\n", "", "</minimax:tool_call>"
+            inner = "".join(
+                f'<parameter name="{k}">{v}</parameter>\n' for k, v in as_texts(arguments)
+            )
+            f, g = (f'<invoke name="{n}">\n{i}</invoke>\n' for n, i in (("f", inner), ("g", "")))
         case "pythonic":
             begin, between, end = "[", ", ", "]"
             f = f"f({', '.join(f'{k}={dumps(v)}' for k, v in arguments.items())})"
             g = "g()"
         case _:
             begin, between, end = "", "\n", ""
-            values = {k: v if isinstance(v, str) else dumps(v) for k, v in arguments.items()}
-            inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+            inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in as_texts(arguments))
             f = f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
             g = "<tool_call>\n<function=g>\n</function>\n</tool_call>"
     return begin + (f + between + g if both else f) + end
@@ -158,11 +189,11 @@ def test_required_arguments_must_be_written(tokenizer, name):
         assert accepts(tokenizer, grammar, list(output.encode())) == fits, arguments
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "mistral"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4", "mistral"])
 def test_markers_that_are_special_tokens_are_written_as_these(tokenizer, name):
     markers = [m for m in tool_parsers.FORMATS[name].markers if m not in ("[ARGS]", "[CALL_ID]")]
     special = {marker: IDS[marker] for marker in markers}
-    output = f_and_g(name, {"n": 1}, both=True)
+    output = f_and_g(name, {"text": "", "n": 1}, both=True)
     ids, rest = [], output
     while rest:
         marker = next((m for m in markers if rest.startswith(m)), None)
@@ -191,12 +222,28 @@ SCHEMAS = {
     "a list of types": ({"type": ["integer", "null"]}, [3, None], ["a", 1.5]),
     "any of": ({"anyOf": [{"type": "integer"}, {"enum": ["auto"]}]}, [3, "auto"], ["x"]),
     "a reference": ({"$ref": "#/$defs/a"}, [{"b": []}, {"b": [{"b": []}]}], [{"b": 1}, 3]),
+    "all of one": (
+        {"allOf": [{"$ref": "#/$defs/a"}]},
+        [{"b": []}],
+        [{"b": 1}],
+    ),
+    "any object": ({"type": "object"}, [{}, {"a": 1, "b": [{"c": "x"}, None]}], [1]),
+    "a map": (
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        [{"a": 1, "b": 2}],
+        [{"a": "x"}],
+    ),
+    "a list of bounded length": (
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
+        [["a"], ["a", "b"]],
+        [[], ["a", "b", "c"]],
+    ),
     "a bound": ({"type": "integer", "minimum": 0, "maximum": 9}, [0, 9], [-1, 10]),
 }
 
 
 @pytest.mark.parametrize("case", SCHEMAS)
-@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder"])
+@pytest.mark.parametrize("name", ["gemma4", "glm45", "minimax_m2", "pythonic", "qwen3_coder"])
 def test_values_that_are_written_one_by_one_fit_their_schemas(tokenizer, name, case):
     schema, good, bad = SCHEMAS[case]
     a = {"type": "object", "properties": {"b": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}
@@ -249,12 +296,34 @@ def test_whatever_a_grammar_allows_is_read_as_calls_that_fit(tokenizer, name, se
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])
 
 
-@pytest.mark.parametrize("end", ["</parameter>", "<parameter=text>", "</function>\n</tool_call>"])
-def test_a_string_cannot_hold_what_would_end_it(tokenizer, end):
-    grammar = tool_grammar("qwen3_coder", TOOLS, "required")
-    good, bad = (f_and_g("qwen3_coder", {"text": t}, both=False) for t in ("x<y", f"x{end}y"))
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("gemma4", '<|"|>'),
+        ("gemma4", "<tool_call|>"),
+        ("glm45", "</arg_value>"),
+        ("glm45", "</tool_call>"),
+        ("minimax_m2", "</parameter>"),
+        ("minimax_m2", '<parameter name="text">'),
+        ("minimax_m2", "</invoke>"),
+        ("qwen3_coder", "</parameter>"),
+        ("qwen3_coder", "<parameter=text>"),
+        ("qwen3_coder", "</function>\n</tool_call>"),
+    ],
+)
+def test_a_string_cannot_hold_what_would_end_it(tokenizer, name, end):
+    grammar = tool_grammar(name, TOOLS, "required")
+    good, bad = (f_and_g(name, {"text": t}, both=False) for t in ("x<y", f"x{end}y"))
     assert accepts(tokenizer, grammar, list(good.encode()))
     assert not accepts(tokenizer, grammar, list(bad.encode()))
+
+
+def test_line_breaks_between_the_tags_of_glm_are_free(tokenizer):
+    grammar = tool_grammar("glm45", TOOLS, "required")
+    call = "<tool_call>f<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>"
+    for output in (call, f"\n{call}", f"{call}{call}", f"{call}\n{call}"):
+        assert accepts(tokenizer, grammar, list(output.encode()))
+    assert not accepts(tokenizer, grammar, list(f"{call}\n\n{call}".encode()))
 
 
 @pytest.mark.parametrize(
@@ -268,6 +337,25 @@ def test_a_string_cannot_hold_what_would_end_it(tokenizer, end):
         ("hermes", [tool("f", {"a": {"type": "thing"}})], "required", "tool 'f' cannot be forced"),
         ("pythonic", [tool("f-g", {})], "required", "'f-g' of tool 'f-g' is no identifier"),
         ("pythonic", [tool("f", {"a b": {}})], "required", "'a b' of tool 'f' is no identifier"),
+        ("gemma4", [tool("f", {"a:": {}})], "required", "'a:' of tool 'f' cannot be written"),
+        (
+            "gemma4",
+            [tool("f", {"a": {"allOf": [{"type": "string"}, {"minLength": 1}]}})],
+            "required",
+            "allOf in parameters of tool 'f' cannot be forced",
+        ),
+        (
+            "glm45",
+            [tool("f", {"a<": {}})],
+            "required",
+            "'a<' of tool 'f' cannot be written as glm45",
+        ),
+        (
+            "minimax_m2",
+            [tool("f", {'a"': {}})],
+            "required",
+            "of tool 'f' cannot be written as mini",
+        ),
         ("qwen3_coder", [tool("f", {"a>": {}})], "required", "'a>' of tool 'f' cannot be written"),
     ],
 )

@@ -116,6 +116,47 @@ HARMONY = [
     case("nothing", "", ""),
 ]
 
+GLM = [
+    case("a line break before", "\n<think>a</think>\nb", "\nb", reasoning="a"),
+    case("no reasoning", "a</think>b", "a</think>b"),
+    case("a call at once", "<think>a<tool_call>g", "<tool_call>g", reasoning="a"),
+    case("not quite a call", "<think>a<tool_cal", "", reasoning="a<tool_cal"),
+]
+
+MINIMAX = [
+    case("only the end", "a\n</think>\n\nb", "\n\nb", reasoning="a\n"),
+    case("both marks", "<think>a</think>b", "b", reasoning="a"),
+    case("no end", "ab", "", reasoning="ab"),
+    case("a call at once", "a<minimax:tool_call>\n", "<minimax:tool_call>\n", reasoning="a"),
+    case("another call", "a<tool_call></think>b", "b", reasoning="a<tool_call>"),
+]
+
+GEMMA = [
+    case("a channel", "<|channel>thought\na\n<channel|>b", "b", reasoning="a\n"),
+    case("no reasoning", "b", "b"),
+    case("an empty channel", "<|channel>thought\n<channel|>b", "b"),
+    case("only its name", "<|channel>thought<channel|>b", "b"),
+    case("another name", "<|channel>thoughts\n<channel|>b", "b", reasoning="thoughts\n"),
+    case("whitespace before", " <|channel>thought\na<channel|>b", " b", reasoning="a"),
+    case("after text", "x<|channel>thought\na<channel|>b", "xb", reasoning="a"),
+    case(
+        "two channels",
+        "<|channel>a<channel|>b<|channel>thought\nc<channel|>d",
+        "bd",
+        reasoning="ac",
+    ),
+    case("a mark twice", "<|channel><|channel>thought\na<channel|><channel|>b", "b", reasoning="a"),
+    case(
+        "a call at once",
+        "<|channel>thought\na<|tool_call>call:g{}<tool_call|>",
+        "<|tool_call>call:g{}<tool_call|>",
+        reasoning="a",
+    ),
+    case("cut in the name", "<|channel>thou", "", reasoning="thou"),
+    case("cut in the end", "<|channel>thought\na<chan", "", reasoning="a<chan"),
+    case("nothing", "", ""),
+]
+
 HERMES = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 CHAINED = [
@@ -145,6 +186,30 @@ def test_an_output_may_begin_within_reasoning(name, found):
     check(lambda: make_reasoning_parser(name, starts_in_reasoning=name == "qwen3"), found)
 
 
+@pytest.mark.parametrize("found", GLM, ids=str)
+@pytest.mark.parametrize("name", ["glm45", "glm47"])
+def test_glm45(name, found):
+    check(lambda: make_reasoning_parser(name), found)
+
+
+@pytest.mark.parametrize("found", MINIMAX, ids=str)
+def test_minimax_m2(found):
+    check(lambda: make_reasoning_parser("minimax_m2"), found)
+
+
+@pytest.mark.parametrize("found", GEMMA, ids=str)
+def test_gemma4(found):
+    check(lambda: make_reasoning_parser("gemma4"), found)
+
+
+def test_gemma4_may_begin_within_a_channel():
+    def make():
+        return make_reasoning_parser("gemma4", starts_in_reasoning=True)
+
+    check(make, case("without its name", "a<channel|>b", "b", reasoning="a"))
+    check(make, case("with its name", "thought\na<channel|>b", "b", reasoning="a"))
+
+
 @pytest.mark.parametrize("found", HARMONY, ids=str)
 def test_gpt_oss(found):
     check(lambda: make_reasoning_parser("gpt_oss"), found)
@@ -156,6 +221,28 @@ def test_calls_are_read_behind_the_reasoning(found):
         return OutputParser(make_reasoning_parser("qwen3"), tool_parsers.make("hermes", TOOLS))
 
     check(make, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "reasoning", "call"),
+    [
+        ("gemma4", "<|channel>thought\na<channel|>", "<|tool_call>call:g{}<tool_call|>"),
+        ("gemma4", "<|channel>thought\na", "<|tool_call>call:g{}<tool_call|>"),
+        ("glm45", "\n<think>a</think>", "\n<tool_call>g\n</tool_call>"),
+        ("glm45", "<think>a", "<tool_call>g</tool_call>"),
+        (
+            "minimax_m2",
+            "a</think>\n\n",
+            '<minimax:tool_call>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+        ),
+        ("minimax_m2", "a", '<minimax:tool_call><invoke name="g"></invoke></minimax:tool_call>'),
+    ],
+)
+def test_calls_of_models_that_reason(name, reasoning, call):
+    def make():
+        return OutputParser(make_reasoning_parser(name), tool_parsers.make(name, TOOLS))
+
+    check(make, case("both", reasoning + call, "", ("g", "{}"), reasoning="a"))
 
 
 def test_either_parser_may_be_missing():
@@ -173,6 +260,8 @@ def test_either_parser_may_be_missing():
 
 def test_special_tokens_are_kept_if_one_of_them_needs_them():
     assert OutputParser(make_reasoning_parser("gpt_oss")).keeps_special_tokens
+    for name in ("gemma4", "glm45", "minimax_m2"):
+        assert OutputParser(make_reasoning_parser(name)).keeps_special_tokens
     assert OutputParser(None, tool_parsers.make("mistral")).keeps_special_tokens
     assert not OutputParser(make_reasoning_parser("qwen3")).keeps_special_tokens
 
@@ -180,6 +269,10 @@ def test_special_tokens_are_kept_if_one_of_them_needs_them():
 def test_a_prompt_says_whether_the_output_begins_within_reasoning():
     assert starts_in_reasoning("qwen3", "<|im_start|>assistant\n<think>\n")
     assert not starts_in_reasoning("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert starts_in_reasoning("glm45", "<|assistant|>\n<think>")
+    assert not starts_in_reasoning("glm45", "<|assistant|>\n<think></think>")
+    assert starts_in_reasoning("gemma4", "<|turn>model\n<|channel>thought\n")
+    assert not starts_in_reasoning("gemma4", "<|turn>model\n<|channel>thought\n<channel|>")
     assert not starts_in_reasoning("gpt_oss", "<|start|>assistant")
 
 

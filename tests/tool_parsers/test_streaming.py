@@ -17,6 +17,7 @@ from jaxpage.tool_parsers.source import Markers, Source
 from tests.tool_parsers.cases import TOOLS, first_pieces, read
 
 FORMATS = sorted(tool_parsers.FORMATS)
+REASONING = [f"reasoning of {name}" for name in PARSERS]
 
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<function=", "<function=f>", "</function>"),
@@ -28,6 +29,17 @@ FRAGMENTS = [
         "<｜tool▁call▁begin｜>",
         "<｜tool▁call▁end｜>",
         "<｜tool▁sep｜>",
+    ),
+    *(
+        "<|tool_call>",
+        "<tool_call|>",
+        "call:f{",
+        '<|"|>',
+        "n:",
+        "where:{",
+        "<|channel>",
+        "<channel|>",
+        "thought\n",
     ),
     *("<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"),
     *("analysis", "final", "commentary", "assistant", " to=functions.f"),
@@ -62,8 +74,8 @@ outputs = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25
 
 
 def make_any(name):
-    if name in PARSERS:
-        return make_reasoning_parser(name)
+    if name in REASONING:
+        return make_reasoning_parser(name.removeprefix("reasoning of "))
     if name == "chained":
         return OutputParser(
             make_reasoning_parser("deepseek_r1"), tool_parsers.make("hermes", TOOLS)
@@ -71,7 +83,7 @@ def make_any(name):
     return tool_parsers.make(name, TOOLS)
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *PARSERS, "chained"])
+@pytest.mark.parametrize("name", [*FORMATS, *REASONING, "chained"])
 @settings(max_examples=20, deadline=None)
 @given(pieces=outputs, data=st.data())
 def test_any_text_can_be_read_and_how_it_is_cut_does_not_matter(name, pieces, data):
@@ -79,7 +91,7 @@ def test_any_text_can_be_read_and_how_it_is_cut_does_not_matter(name, pieces, da
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FORMATS, *PARSERS, "chained"])
+@pytest.mark.parametrize("name", [*FORMATS, *REASONING, "chained"])
 @settings(max_examples=80, deadline=None)
 @given(pieces=outputs, data=st.data())
 def test_any_text_can_be_read_in_depth(name, pieces, data):
@@ -168,7 +180,14 @@ def test_a_call_is_complete_if_its_arguments_are_an_object():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_nesting_is_bounded(name):
-    deep = {**JSON_FORMATS, "pythonic": "[f(a=", "qwen3_coder": "<function=f>\n<parameter=items>"}
+    deep = {
+        **JSON_FORMATS,
+        "gemma4": "<|tool_call>call:f",
+        "glm45": "<tool_call>f<arg_key>items</arg_key><arg_value>",
+        "minimax_m2": '<invoke name="f"><parameter name="items">',
+        "pythonic": "[f(a=",
+        "qwen3_coder": "<function=f>\n<parameter=items>",
+    }
     for end in ("", "]" * 5000, "]" * 5000 + "</parameter></function>"):
         output = deep[name] + '{"a": ' + "[" * 5000 + end
         assert len(tool_parsers.parse(name, TOOLS, output).tool_calls) == 1
@@ -187,6 +206,14 @@ LONG = [
     "[" * 5000,
     "[f(a='" + "\\" * 5000,
     "[f(a=" + "-" * 5000,
+    "<|tool_call>call:f{n:" + "1" * 5000,
+    "<|tool_call>call:f{items:[" + "1," * 2500,
+    "<|tool_call>call:f{where:" + "{a:" * 1600,
+    '<|tool_call>call:f{text:<|"|>' + "<|" * 2500,
+    "<tool_call>f<arg_key>text</arg_key><arg_value>" + "</arg_" * 500,
+    "<tool_call>f<arg_key>n</arg_key><arg_value>" + "<arg_key>" * 500,
+    '<invoke name="f"><parameter name="n">' + "<parameter name=" * 300,
+    '<minimax:tool_call><invoke name="' * 200,
     "<function=f><parameter=n>" + "\n<parameter" * 500,
     "<tool_call>" * 500,
 ]
