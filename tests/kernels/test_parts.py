@@ -31,10 +31,10 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part(num_kv_heads=2, pieces=1, index=0),
     Part(num_kv_heads=2, pieces=1, index=3),
     Part(num_kv_heads=2, pieces=2, index=1),
-    Part(num_kv_heads=1, pieces=8, index=0),
+    pytest.param(Part(num_kv_heads=2, pieces=1, index=0), marks=pytest.mark.slow),
+    pytest.param(Part(num_kv_heads=1, pieces=8, index=0), marks=pytest.mark.slow),
     pytest.param(Part(num_kv_heads=4, pieces=1, index=1), marks=pytest.mark.slow),
     pytest.param(Part(num_kv_heads=1, pieces=4, index=1), marks=pytest.mark.slow),
 )

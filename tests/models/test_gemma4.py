@@ -69,7 +69,9 @@ def config(kind: str, **text: Any) -> transformers.PretrainedConfig:
 
 @pytest.fixture(params=TOWERS)
 def path(request, tmp_path) -> Path:
-    return picture_models.save(config(request.param), tmp_path / "hf", seed=f"text of {request.param}")
+    return picture_models.save(
+        config(request.param), tmp_path / "hf", seed=f"text of {request.param}"
+    )
 
 
 @pytest.mark.slow

@@ -97,6 +97,11 @@ def test_logits_are_those_of_transformers(loaded, name, number):
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
+def processor_of(most: int = 70, **vision):
+    settings = ProcessorSettings(image={"max_soft_tokens": most}, video={})
+    return gemma4_processor(gemma4_config(vision=vision), settings)
+
+
 @pytest.mark.parametrize(
     ("height", "width"), [(90, 150), (1, 1), (3000, 10), (10, 3000), (1200, 1200), (17, 400)]
 )
@@ -108,9 +113,7 @@ def test_patches_are_those_of_transformers(height, width, most):
     theirs = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=most)
     array = pixels(height, width)
     given = theirs(images=[array.transpose(2, 0, 1)], input_data_format="channels_first")
-    hf = gemma4_config(vision={"position_embedding_size": 1024})
-    settings = ProcessorSettings(image={"max_soft_tokens": most}, video={})
-    processor = gemma4_processor(hf, settings)
+    processor = processor_of(most, position_embedding_size=1024)
     picture = processor.image(array)
     assert picture.num_tokens == given["num_soft_tokens_per_image"][0]
     values, places = given["pixel_values"][0], given["image_position_ids"][0]
@@ -121,8 +124,9 @@ def test_patches_are_those_of_transformers(height, width, most):
     np.testing.assert_allclose(picture.patches, 2 * (raster - 0.5), atol=1e-6)
 
 
-def test_placeholders_get_begin_and_end(loaded):
-    processor, (first, second, _) = loaded.processor, loaded.pictures
+def test_placeholders_get_begin_and_end():
+    processor = processor_of()
+    first, second = (processor.image(pixels(*size)) for size in ((90, 150), (64, 64)))
     full = [
         *[4, GEMMA_BEGIN, *[GEMMA_IMAGE] * first.num_tokens, GEMMA_END, 5],
         *[GEMMA_BEGIN, *[GEMMA_IMAGE] * second.num_tokens, GEMMA_END],
@@ -146,13 +150,14 @@ def test_placeholders_get_begin_and_end(loaded):
         ({"max_pixels": 3}, "max_pixels unknown; known is max_soft_tokens"),
     ],
 )
-def test_options_that_are_refused(loaded, options, message):
+def test_options_that_are_refused(options, message):
+    settings = ProcessorSettings(image={}, video={})
     with pytest.raises(ValueError, match=message):
-        picture_processor(load_hf_config(str(loaded.path)), loaded.path, options=options)
-    with pytest.raises(ValueError, match="give some frames as pictures"):
-        loaded.processor.video([], fps=1.0)
+        gemma4_processor(gemma4_config(), settings, options=options)
 
 
-def test_a_picture_longer_than_the_table_of_places_is_refused(loaded):
+def test_pictures_that_are_refused():
     with pytest.raises(ValueError, match="a picture of 10x3000 pixels is 210 patches long"):
-        loaded.processor.image(pixels(3000, 10))
+        processor_of().image(pixels(3000, 10))
+    with pytest.raises(ValueError, match="give some frames as pictures"):
+        processor_of().video([], fps=1.0)
