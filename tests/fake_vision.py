@@ -46,6 +46,7 @@ class FakeVision:
     patches_per_token: int = 4
     num_patches: int | None = None
     bidirectional: bool = False
+    causal_without_window: bool = False
 
     def encoder_inputs(self, picture: Picture, padded_patches: int) -> dict[str, np.ndarray]:
         patches = np.zeros((padded_patches, 3), np.float32)
