@@ -93,7 +93,7 @@ def checked_answer(loaded, prompt) -> list[int]:
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     found = [row[i].logprob for row, i in zip(answer.logprobs, answer.token_ids, strict=True)]
     wanted = logprobs[np.arange(len(found)), answer.token_ids]
-    np.testing.assert_allclose(found, wanted, atol=2e-4, rtol=0)
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
     logits[:, NEVER] -= 100
     assert answer.token_ids == logits.argmax(-1).tolist()
     return list(answer.token_ids)

@@ -102,8 +102,10 @@ def test_a_change_of_keys_reaches_all_layers_that_read_them(case):
         seen.append(name)
         return -value
 
+    def keep(value, name):
+        return clean[name]
+
     # What layers 3 and 4 get is the same: only layer 1's weights and theirs may change.
-    keep = lambda value, name: clean[name]  # noqa: E731
     hooks = [("blocks.1.attn.hook_k", turn), ("blocks.*.hook_resid_post", keep)]
     _, changed = run_with_cache(module, TOKENS, hooks=hooks)
     assert seen == ["blocks.1.attn.hook_k"]
