@@ -113,7 +113,8 @@ def _locations(drafts: ModelConfig, groups: KVGroups, max_model_len: int) -> tup
     """
     locations: list[Location] = []
     num_layers = [0] * len(groups.windows)  # of each group
-    for layer, window in enumerate(drafts.windows[: drafts.num_kv_layers]):
+    for layer in drafts.kv_layers:
+        window = drafts.windows[layer]
         seen = max_model_len if window is None else window
         reaches = [
             g for g, w in enumerate(groups.windows) if w is None or w >= min(seen, max_model_len)

@@ -29,6 +29,7 @@ from jaxpage.models.taps import residual_points
 from jaxpage.ops import attention
 from jaxpage.pictures.border import PictureProcessor
 from jaxpage.pool_choice import choose_pool, kv_groups
+from jaxpage.recurrent_state import with_recurrent_state
 from jaxpage.research_config import ResearchConfig, ResearchSpec
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.encoder import make_picture_spec
@@ -139,6 +140,7 @@ class EngineSpec:
             processors=processors_of(config),
             prompt_embeds=config.enable_prompt_embeds,
             pictures=self.picture_spec,
+            gated_delta=model.gated_delta,
             num_adapters=config.max_loras if config.enable_lora else 0,
             expert_load=(len(experts.layers), experts.num_experts) if counts and experts else None,
             research=self.research,
@@ -314,7 +316,7 @@ def make_engine_spec(
         device_memory=hardware.memory_bytes,
     )
     model, quantization, quantised = abstract_model(hf_config, config, mesh)
-    config = replace(config, quantization=quantization)
+    config = with_recurrent_state(replace(config, quantization=quantization), model.config)
     if config.numerics == "strict":
         check_strict(config, model.config, hardware.platform)
     if config.record_expert_load and model.config.experts is None:

@@ -31,12 +31,12 @@ class KVGroups:
     """G groups. Groups with a window come first: their block tables are the first to need another block."""
 
     windows: Windows  # G of them, in tokens: a token sees itself and `window - 1` before it
-    layer_locations: tuple[Location, ...]  # of each layer that has KV
+    layer_locations: tuple[Location | None, ...]  # of each layer; None: it has no KV
 
     @property
     def num_arrays(self) -> int:
         """Number of arrays in the pool: as many as a group has layers."""
-        return 1 + max(location.array for location in self.layer_locations)
+        return 1 + max(location.array for location in self.layer_locations if location)
 
 
 def group_layers(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -17,15 +19,18 @@ from jaxpage.parallel.heads import share_heads
 
 def kv_groups(model: ModelConfig, *, max_model_len: int, num_devices: int) -> KVGroups:
     """The KV-cache groups of a model's layers that have KV."""
-    windows = model.windows[: model.num_kv_layers]
-    return group_layers(windows, max_model_len, _kv_sizes(model, num_devices))
+    windows = tuple(model.windows[layer] for layer in model.kv_layers)
+    groups = group_layers(windows, max_model_len, _kv_sizes(model, num_devices))
+    found = dict(zip(model.kv_layers, groups.layer_locations, strict=True))
+    locations = tuple(found.get(layer) for layer in range(model.kv_layers[-1] + 1))
+    return replace(groups, layer_locations=locations)
 
 
 def _kv_sizes(model: ModelConfig, num_devices: int) -> tuple[int, ...]:
     """Of each layer with KV: how many heads of the pool its KV heads take, on all devices together."""
     head_dim = _head_dim(model)
     sizes = []
-    for layer in range(model.num_kv_layers):
+    for layer in model.kv_layers:
         heads = model.kv_heads(layer)
         shares = share_heads(model.num_heads, heads.num, num_devices)
         sizes.append(shares.of_pool * (heads.head_dim // head_dim))
@@ -39,7 +44,7 @@ def heads_of_pool(model: ModelConfig, num_devices: int) -> KVHeads:
 
 def heads_of_layers(model: ModelConfig, num_devices: int) -> tuple[attention.Heads, ...]:
     """Of each kind of layer."""
-    kinds = dict.fromkeys(model.kv_heads(layer) for layer in range(model.num_layers))
+    kinds = dict.fromkeys(model.kv_heads(layer) for layer in model.kv_layers)
     return tuple(
         attention.Heads(share_heads(model.num_heads, kind.num, num_devices), kind.head_dim)
         for kind in kinds
@@ -48,7 +53,7 @@ def heads_of_layers(model: ModelConfig, num_devices: int) -> tuple[attention.Hea
 
 def _head_dim(model: ModelConfig) -> int:
     """Of the pool: that of the smallest heads, of which others take several. Raises ValueError if they cannot."""
-    dims = [model.kv_heads(layer).head_dim for layer in range(model.num_kv_layers)]
+    dims = [model.kv_heads(layer).head_dim for layer in model.kv_layers]
     if any(dim % min(dims) for dim in dims):
         raise ValueError(
             f"{model.architecture}: the head dims {min(dims)} and {max(dims)} of different layers cannot share a KV "

@@ -12,7 +12,7 @@ from typing import Any
 from tests import checkpoints
 from tests.checkpoints import shape
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, RECURRENT = "sliding_attention", "full_attention", "linear_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 LINEAR = DEFAULT | {"rope_type": "linear", "factor": 2.5}
 YARN = DEFAULT | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -40,6 +40,28 @@ def gemma4(*, layers: int, head_dims: tuple[int, int], **other: Any) -> dict:
         "global_head_dim": full,
         "vocab_size_per_layer_input": checkpoints.VOCAB_SIZE,
         "hidden_size_per_layer_input": 0,
+        **other,
+    }
+
+
+def qwen3_5(
+    layers: int, *, head_dim: int, heads: tuple[int, int], dims: tuple[int, int], **other: Any
+) -> dict:
+    """Qwen3.5's. heads: of keys and of values, in layers with a recurrent state; dims: of these."""
+    quarter = head_dim // 8  # the frequencies of a quarter of the head
+    sections = [quarter - 2 * (quarter // 3), quarter // 3, quarter // 3]
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": [FULL if index % 4 == 3 else RECURRENT for index in range(layers)],
+        "head_dim": head_dim,
+        "linear_num_key_heads": heads[0],
+        "linear_num_value_heads": heads[1],
+        "linear_key_head_dim": dims[0],
+        "linear_value_head_dim": dims[1],
+        # The norm of a layer's small outputs would multiply rounding errors.
+        "rms_norm_eps": 1e-2,
+        "rope_parameters": DEFAULT
+        | {"partial_rotary_factor": 0.25, "mrope_section": sections, "mrope_interleaved": True},
         **other,
     }
 
@@ -361,6 +383,24 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         ),
     ],
 }
+VARIANTS["qwen3_5"] = [
+    shape(4, 2, **qwen3_5(4, head_dim=16, heads=(2, 6), dims=(24, 8))),
+    shape(
+        8,
+        1,
+        hidden=64,
+        **qwen3_5(
+            5,
+            head_dim=32,
+            heads=(4, 4),
+            dims=(16, 16),
+            layer_types=[FULL, RECURRENT, RECURRENT, FULL, RECURRENT],
+            linear_conv_kernel_dim=3,
+            tie_word_embeddings=True,
+            attention_bias=True,
+        ),
+    ),
+]
 CLASSES = {
     "ministral": "MinistralConfig",
     "ministral3": "Ministral3Config",
@@ -379,6 +419,7 @@ CLASSES = {
     "seed_oss": "SeedOssConfig",
     "ernie4_5": "Ernie4_5Config",
     "gemma4": "Gemma4TextConfig",
+    "qwen3_5": "Qwen3_5TextConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
 

@@ -63,8 +63,12 @@ def numbers_of_model(spec: EngineSpec) -> dict[str, Any]:
 def _kv_groups(spec: EngineSpec) -> list[list[Any]]:
     model, groups = spec.model.config, spec.groups
     layers = dict.fromkeys(range(len(groups.windows)), 0.0)
+    recurrent = () if model.gated_delta is None else model.gated_delta.layers
     for layer in range(model.num_layers):
+        if layer in recurrent:
+            continue
         location = groups.layer_locations[model.kv_layer(layer)]
+        assert location is not None
         layers[location.group] += _share_of_array(spec, layer)
     return [[window, layers[number]] for number, window in enumerate(groups.windows)]
 

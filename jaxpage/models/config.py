@@ -97,6 +97,29 @@ class Gemma4Options:
     padding_token_id: int  # whose embeddings for layers those that replace tokens have
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Layers with a recurrent state in place of keys and values, see `gated_delta_net`. It is float32[N, J, D, F], and
+    the last W - 1 inputs [N, G] of the convolution.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int  # N
+    values_per_key: int  # J: value heads for each key head
+    key_dim: int  # D
+    value_dim: int  # F
+    num_taps: int  # W, of the convolution
+
+    @property
+    def num_value_heads(self) -> int:
+        return self.num_key_heads * self.values_per_key
+
+    @property
+    def num_channels(self) -> int:
+        """G: of a key head with its values."""
+        return 2 * self.key_dim + self.values_per_key * self.value_dim
+
+
 class KVHeads(NamedTuple):
     """The KV heads of a layer."""
 
@@ -142,10 +165,14 @@ class ModelConfig:
     # them with the same window.
     num_kv_shared_layers: int = 0
     gemma4: Gemma4Options | None = None
+    gated_delta: GatedDelta | None = None
 
     @property
-    def num_kv_layers(self) -> int:
-        return self.num_layers - self.num_kv_shared_layers
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers with keys and values of their own."""
+        layers = range(self.num_layers - self.num_kv_shared_layers)
+        recurrent = () if self.gated_delta is None else self.gated_delta.layers
+        return tuple(layer for layer in layers if layer not in recurrent)
 
     def kv_heads(self, layer: int) -> KVHeads:
         if self.full_heads is not None and self.windows[layer] is None:
@@ -154,10 +181,9 @@ class ModelConfig:
 
     def kv_layer(self, layer: int) -> int:
         """The layer whose keys and values layer `layer` reads."""
-        if layer < self.num_kv_layers:
+        if layer in self.kv_layers:
             return layer
-        own = self.windows[: self.num_kv_layers]
-        return max(index for index, window in enumerate(own) if window == self.windows[layer])
+        return max(each for each in self.kv_layers if self.windows[each] == self.windows[layer])
 
 
 _COUNTS = (
@@ -205,7 +231,7 @@ def decoder_config(
         "head_dim": head_dim,
         "vocab_size": hf.vocab_size,
         "hidden_size": hf.hidden_size,
-        "intermediate_size": hf.intermediate_size,
+        "intermediate_size": facts.get("intermediate_size") or hf.intermediate_size,
         "dtype": jnp.dtype(dtype),
         "max_model_len": length,
         "norm_eps": facts["norm_eps"] if "norm_eps" in facts else hf.rms_norm_eps,

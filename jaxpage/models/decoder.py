@@ -9,7 +9,7 @@ Letters: T tokens, H query heads, K KV heads, D head dim, E model dim, F MLP dim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -85,11 +85,22 @@ class SelfAttention(nnx.Module):
         of_kv = dict.fromkeys(self.kv_projections, self.num_kv_heads * self.head_dim)
         return {"q_proj": self.config.num_heads * self.head_dim} | of_kv
 
+    @property
+    def _num_heads(self) -> tuple[int, int, int]:
+        """How many heads q, k and v are projected to."""
+        return self.config.num_heads, self.num_kv_heads, self.num_kv_heads
+
     def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
+        out = self._attend(*self._heads(x, rotation), attention)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, attention: Attention
+    ) -> jax.Array:
+        """[..., H, D]"""
         config = self.config
-        q, k, v = self._heads(x, rotation)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
-        out = attention(
+        return attention(
             self.index,
             q,
             k,
@@ -99,26 +110,34 @@ class SelfAttention(nnx.Module):
             soft_cap=config.attention_soft_cap,
             **sinks,
         )
-        return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
     def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [..., H, D], k and v [..., K, D]; q and k normalised and rotated."""
-        config, joined = self.config, None if self.qkv_proj is None else self.qkv_proj(x)
-        heads = (config.num_heads, self.num_kv_heads, self.num_kv_heads)
-        interleaved = config.ropes[self.index].interleaved
-        if joined is not None and not config.qk_norm:
-            return rotation.split(joined, heads, interleaved=interleaved)
-        if joined is not None:
-            q, k, v = (part.reshape(*x.shape[:-1], -1) for part in split(joined, heads))
-        else:
-            assert self.k_proj is not None and self.v_proj is not None
-            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        config = self.config
+        if self.qkv_proj is not None and not config.qk_norm:
+            interleaved = config.ropes[self.index].interleaved
+            return rotation.split(self.qkv_proj(x), self._num_heads, interleaved=interleaved)
+        return self._turned(*self._projected(x), rotation)
+
+    def _projected(self, x: jax.Array) -> Sequence[jax.Array]:
+        """q, k and v, each [..., all its heads]."""
+        if self.qkv_proj is not None:
+            parts = split(self.qkv_proj(x), self._num_heads)
+            return tuple(part.reshape(*x.shape[:-1], -1) for part in parts)
+        assert self.k_proj is not None and self.v_proj is not None
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def _turned(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, rotation: Rotation
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`_heads` of what the projections return."""
+        config, lead = self.config, q.shape[:-1]
         if config.qk_norm == "projection" and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.reshape(*x.shape[:-1], -1, self.head_dim) for part in (q, k, v))
+        q, k, v = (part.reshape(*lead, -1, self.head_dim) for part in (q, k, v))
         if config.qk_norm is True and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotation.turn(q, k, interleaved=interleaved)
+        q, k = rotation.turn(q, k, interleaved=config.ropes[self.index].interleaved)
         return q, k, v
 
 
@@ -243,6 +262,8 @@ class Decoder(nnx.Module):
         more: dict[str, Any] = {}
         if self.config.experts is not None:
             more = {"is_token": inputs.is_token, "load": inputs.expert_load}
+        if self.config.gated_delta is not None:
+            more["recurrence"] = inputs.recurrence
         return [more] * self.config.num_layers
 
 

@@ -63,7 +63,7 @@ class Gemma4Attention(SelfAttention):
         assert config.gemma4 is not None
         if config.gemma4.values_are_keys and config.windows[index] is None:
             self.v_proj, self.kv_projections = None, ("k_proj",)
-        if index >= config.num_kv_layers:
+        if index not in config.kv_layers:
             self.k_proj = self.v_proj = self.k_norm = None
             self.kv_projections = ()
 
@@ -142,7 +142,7 @@ class Gemma4Layer(nnx.Module):
         self.self_attn = Gemma4Attention(config, index)
         self.post_attention_layernorm = hidden_norm(WideRMSNorm, config)
         self.pre_feedforward_layernorm = hidden_norm(WideRMSNorm, config)
-        is_wide = options.wide_shared_mlp and index >= config.num_kv_layers
+        is_wide = options.wide_shared_mlp and index not in config.kv_layers
         self.mlp = MLP(config, (1 + is_wide) * config.intermediate_size)
         self.post_feedforward_layernorm = hidden_norm(WideRMSNorm, config)
         self.layer_scalar = param((1,), axes=("embed",), init=Constant(1.0), dtype=config.dtype)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
 from jaxpage.models.attention import Attention
+from jaxpage.models.recurrence import Recurrence, WholeSequences
 from jaxpage.ops.rope import Rotate
 
 
@@ -33,3 +34,5 @@ class ForwardInput:
     # int32[..., T]: the slot of each token's adapter, 0 for none; for models with adapters, see `models.lora`.
     adapter_slots: jax.Array | None = None
     rotate: Rotate = Rotate()  # the heads of each layer, by their positions
+    # Of layers with a recurrent state; by default tokens are whole sequences without padding.
+    recurrence: Recurrence = field(default_factory=WholeSequences)

@@ -146,7 +146,7 @@ def qwen3_vl_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
     """ModelConfig of a Qwen3VLForConditionalGeneration. Raises ValueError for what is not supported."""
-    text, vision = hf.get_text_config(), _vision_config(hf.vision_config)
+    text, vision = hf.get_text_config(), tower_config(hf.vision_config)
     for name, value in _MROPE.items():
         text.rope_parameters.setdefault(name, value)
     check_embeddings(vision.out_hidden_size, text)
@@ -170,9 +170,10 @@ def qwen3_vl_moe_config(
     return qwen3_vl_config(hf, dtype=dtype, max_model_len=max_model_len, experts=experts)
 
 
-def _vision_config(hf: PretrainedConfig) -> Qwen3VisionConfig:
+def tower_config(hf: PretrainedConfig) -> Qwen3VisionConfig:
+    """Of a vision config; Qwen3.5's has no `deepstack_visual_indexes`. Raises ValueError."""
     check_tower(hf)
-    layers = tuple(hf.deepstack_visual_indexes)
+    layers = tuple(getattr(hf, "deepstack_visual_indexes", None) or ())
     if list(layers) != sorted(set(layers)) or any(not 0 <= layer < hf.depth for layer in layers):
         raise ValueError(
             f"deepstack_visual_indexes {list(layers)} must ascend within the {hf.depth} layers of the vision tower; "

@@ -53,6 +53,12 @@ from jaxpage.models.mixtures import (
 )
 from jaxpage.models.olmo import exaone4_config, olmo, post_norm
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
+from jaxpage.models.qwen3_5 import (
+    qwen3_5,
+    qwen3_5_config,
+    qwen3_5_pictures_config,
+    qwen3_5_with_pictures,
+)
 from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config, qwen3_vl_moe_config
 from jaxpage.models.sources import (
     Naming,
@@ -60,6 +66,8 @@ from jaxpage.models.sources import (
     ernie_experts,
     ernie_name,
     further_layer,
+    further_predictors,
+    fused_delta_nets,
     fused_gate_up,
     fused_projections,
     gemma4_experts,
@@ -114,6 +122,22 @@ class Family:
 
 _GEMMA_4 = Family(
     config_from_hf=gemma4_config, module=gemma4, weight_map=gemma4_experts, is_idle=shared_kv
+)
+
+_QWEN_3_5 = Family(
+    config_from_hf=qwen3_5_config,
+    module=qwen3_5,
+    weight_map=fused_delta_nets,
+    tensor_name=text_part,
+    is_idle=further_predictors,
+)
+_QWEN_3_5_WITH_PICTURES = replace(
+    _QWEN_3_5,
+    config_from_hf=qwen3_5_pictures_config,
+    module=qwen3_5_with_pictures,
+    tensor_name=with_visual,
+    processor=qwen3_vl_processor,
+    text_only=_QWEN_3_5,
 )
 
 REGISTRY: dict[str, Family] = {
@@ -201,6 +225,10 @@ REGISTRY: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(config_from_hf=partial(decoder_config, qkv_bias=True)),
     "Qwen2MoeForCausalLM": Family(config_from_hf=qwen2_moe_config, weight_map=separate_experts),
     "Qwen3ForCausalLM": Family(config_from_hf=partial(decoder_config, qk_norm=True)),
+    "Qwen3_5ForCausalLM": _QWEN_3_5,
+    "Qwen3_5ForConditionalGeneration": _QWEN_3_5_WITH_PICTURES,
+    "Qwen3_5MoeForCausalLM": _QWEN_3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_3_5_WITH_PICTURES,
     "Qwen3MoeForCausalLM": Family(config_from_hf=qwen3_moe_config, weight_map=separate_experts),
     "Qwen3VLForConditionalGeneration": Family(
         config_from_hf=qwen3_vl_config,

@@ -98,7 +98,13 @@ def shared_kv(config: ModelConfig, name: str) -> bool:
     """Whether a layer that reads an earlier one's keys and values has a tensor for its own (Gemma 4)."""
     layer = layer_of(name)
     of_kv = {"k_proj", "v_proj", "k_norm", "v_norm"}
-    return layer is not None and layer >= config.num_kv_layers and bool(of_kv & {*name.split(".")})
+    return layer is not None and layer not in config.kv_layers and bool(of_kv & {*name.split(".")})
+
+
+def further_predictors(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor is of Qwen3.5's layers that predict further tokens."""
+    del config
+    return name.startswith("mtp.")
 
 
 _TEXT_PREFIXES = {
@@ -116,6 +122,8 @@ _OTHER_PREFIXES = (
     "model.embed_vision.",
     "model.audio_tower.",
     "model.embed_audio.",
+    # Qwen3.5
+    "model.visual.",
 )
 
 
@@ -179,6 +187,22 @@ def fused_projections(config: ModelConfig) -> dict[str, Place]:
         for i in range(config.num_layers)
         for part, (fused, start, stop) in parts.items()
     }
+
+
+def fused_delta_nets(config: ModelConfig) -> dict[str, Place]:
+    """Qwen3.5: rows of q, k and v in one projection and one convolution; experts in one tensor, or each in its own."""
+    sizes = config.gated_delta
+    assert sizes is not None
+    keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
+    rows = {"q": (0, keys), "k": (keys, 2 * keys), "v": (2 * keys, 2 * keys + values)}
+    places: dict[str, Place] = separate_experts(config)
+    for i in sizes.layers:
+        layer = f"model.layers.{i}.linear_attn"
+        for part, (start, stop) in rows.items():
+            ours = f"{layer}.in_proj_{part}.weight"
+            places[ours] = Source(f"{layer}.in_proj_qkv.weight", start, stop)
+            places[f"{layer}.conv_{part}"] = Source(f"{layer}.conv1d.weight", start, stop)
+    return places
 
 
 def fused_gate_up(config: ModelConfig) -> dict[str, Place]:

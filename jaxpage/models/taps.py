@@ -39,7 +39,7 @@ def points(config: ModelConfig) -> list[str]:
     of_experts = () if config.experts is None else config.experts.layers
 
     def missing(index: int) -> set[str]:
-        of_kv = {"attn.hook_k", "attn.hook_v"} if index >= config.num_kv_layers else set()
+        of_kv = {"attn.hook_k", "attn.hook_v"} if index not in config.kv_layers else set()
         return of_kv | ({"hook_mlp_out"} if index in of_experts else set())
 
     blocks = [

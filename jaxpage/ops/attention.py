@@ -172,7 +172,7 @@ class PagedAttention:
         self,
         kv_pool: KVPool,
         batch: StepBatch,
-        layer_locations: tuple[Location, ...],
+        layer_locations: tuple[Location | None, ...],
         *,
         spec: KVPoolSpec,
         one_query_per_row: bool,
@@ -201,7 +201,9 @@ class PagedAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """q [T, H, D] and k, v [T, K, D] after RoPE, sinks [H] → [T, H, D]."""
-        batch, (group, array, part) = self._batch, self._layer_locations[layer]
+        batch, location = self._batch, self._layer_locations[layer]
+        assert location is not None
+        group, array, part = location
         attend = partial(
             _write_and_attend,
             self._spec,

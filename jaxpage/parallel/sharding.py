@@ -20,6 +20,7 @@ RULES: dict[str, str | None] = {
     "router": None,
     "embed": None,
     "head_dim": None,
+    "taps": None,  # of a convolution
     "rows": None,
     "sampled rows": TENSOR,
     "layers": None,

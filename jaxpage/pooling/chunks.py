@@ -85,7 +85,7 @@ def make_chunks(
     decoder = model.decoder_states.decoder.config
     heads = heads_of_pool(decoder, 1)
     pool = KVPoolSpec(
-        num_arrays=decoder.num_kv_layers,
+        num_arrays=len(decoder.kv_layers),
         num_blocks=0,
         block_size=block_size,
         num_kv_heads=heads.num,

@@ -40,16 +40,17 @@ from jaxpage.runner.host_memory import (
     read_pools,
     write_pools,
 )
+from jaxpage.runner.kept_rows import words_of
 from jaxpage.runner.layout import Layout
 from jaxpage.runner.layouts import layouts_of, sample_sizes
 from jaxpage.runner.programs import Lowering
+from jaxpage.runner.recurrence import recurrent_axes
 from jaxpage.runner.slots import (
     abstract_request_state,
     allocate_request_state,
     make_admit,
     make_set_masks,
     make_set_tokens,
-    words_of,
 )
 from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step import Step
@@ -117,7 +118,11 @@ class Lowerings:
         self._pool = [
             x for pool in self._pools for x in _structs(pool.abstract(), mesh, pool.axes_of)
         ]
-        self._state = _structs(abstract_request_state(step_spec), mesh)
+        axes = {} if step_spec.gated_delta is None else recurrent_axes(step_spec.gated_delta)
+        self._state = {
+            name: _struct(x, mesh and sharding(mesh, axes.get(name, ()), x.shape))
+            for name, x in abstract_request_state(step_spec).items()
+        }
         self.spec, self.buckets, self._mesh = step_spec, buckets, mesh
         self.layouts = layouts_of(step_spec, buckets)
         # By `forward` program: the uploads of a step with embeddings.

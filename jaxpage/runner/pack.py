@@ -36,8 +36,9 @@ from jaxpage.runner.calls import (
     Call,
 )
 from jaxpage.runner.encoder import pack_encode, pack_picture_tokens
+from jaxpage.runner.kept_rows import words_of
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.slots import pack_admission, words_of
+from jaxpage.runner.slots import pack_admission
 from jaxpage.runner.spec import PictureSpec
 
 Other = TypeVar("Other")

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from jaxpage.interventions import slot_fields as intervention_fields
 from jaxpage.plan import NULL_SLOT, Admission
+from jaxpage.runner.kept_rows import put_rows, words_of
 from jaxpage.runner.layout import Field, Layout
+from jaxpage.runner.recurrence import recurrent_fields
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.features import fields_of
 from jaxpage.sampling.fields import RequestState
 from jaxpage.sampling.sampler import stops
-from pallas_kernels.lists import distinct
 
 POSITION_OFFSET = "position_offset"
 EXPERT_LOAD = "expert_load"  # see `StepSpec`; counts of the current launch
@@ -98,6 +98,8 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
         state["pictures"] = jnp.zeros(shape, words_of(spec.dtype))
     if spec.expert_load is not None:
         state[EXPERT_LOAD] = jnp.zeros(spec.expert_load, jnp.int32)
+    if spec.gated_delta is not None:
+        state |= recurrent_fields(spec.gated_delta, spec.num_slots, spec.dtype)
     return state
 
 
@@ -135,13 +137,8 @@ def keep_hidden(
     state: RequestState, slots: jax.Array, new: jax.Array, *, on_gpu: bool, field: str = "hidden"
 ) -> RequestState:
     """The state with the hidden states `new` [R, ..., E] of rows in their slots."""
-    words, hidden = lax.bitcast_convert_type(new, words_of(new.dtype)), state[field]
-    if not on_gpu:
-        return state | {field: hidden.at[slots].set(words)}
-    # Most rows may be padding, and on a GPU their writes to the null slot would wait for each other. Other platforms do
-    # not mind.
-    slots = distinct(slots, slots == NULL_SLOT, hidden.shape[0])
-    return state | {field: hidden.at[slots].set(words, mode="drop", unique_indices=True)}
+    words = lax.bitcast_convert_type(new, words_of(new.dtype))
+    return state | {field: put_rows(state[field], slots, words, on_gpu=on_gpu)}
 
 
 def append_tokens(
@@ -195,9 +192,3 @@ def make_set_tokens(layout: Layout) -> Callable[[RequestState, jax.Array], Reque
         return state | {"token_ids": state["token_ids"].at[where].set(tokens["token_ids"])}
 
     return set_tokens
-
-
-def words_of(dtype: DTypeLike) -> np.dtype:
-    """The unsigned integer type as wide as a float. Rows of it can be scattered efficiently on every platform, while
-    XLA:CPU converts a whole array of 16-bit floats to scatter into it."""
-    return np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")

@@ -38,6 +38,7 @@ from jaxpage.runner.packed_tokens import (
     token_rows,
     unpack_batch,
 )
+from jaxpage.runner.recurrence import SlotRecurrence
 from jaxpage.runner.slots import (
     ADAPTER,
     EXPERT_LOAD,
@@ -343,6 +344,16 @@ class Step:
         if ADAPTER in state:
             token_slots = batch.slots[token_rows(rows["num_tokens"], bucket)]
             inputs = replace(inputs, adapter_slots=state[ADAPTER][token_slots])
+        recurrence = None
+        if self.spec.gated_delta is not None:
+            recurrence = SlotRecurrence(
+                state,
+                batch,
+                one_token_per_row=bucket.decode,
+                on_gpu=self._platform == "gpu",
+                mesh=self.mesh,
+            )
+            inputs = replace(inputs, recurrence=recurrence)
         model, research, captured = self._model(leaves), self.spec.research, None
         if research is None:
             hidden = model.hidden_states(inputs)
@@ -350,6 +361,8 @@ class Step:
             token_slots = batch.slots[token_rows(rows["num_tokens"], bucket)]
             found = tapped_hidden_states(model, inputs, state, token_slots, research)
             hidden, captured = found
+        if recurrence is not None:
+            state = recurrence.state
         if inputs.expert_load is not None:
             load = state[EXPERT_LOAD] + jnp.stack(inputs.expert_load)
             state = state | {EXPERT_LOAD: load}

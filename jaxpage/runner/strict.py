@@ -78,6 +78,7 @@ def unsupported_models(model: ModelConfig) -> list[str]:
         "models with experts": model.experts is not None,
         # Its layers differ in heads, share keys and values, and have embeddings of their own.
         "Gemma 4": model.gemma4 is not None,
+        "models with a recurrent state": model.gated_delta is not None,
         "models that take pictures": model.vision is not None,
     }
     return [name for name, is_so in kinds.items() if is_so]
@@ -88,7 +89,7 @@ def hidden_states(
     batch: StepBatch,
     rows_of_tokens: jax.Array,
     kv_pool: KVPool,
-    layer_locations: Sequence[Location],
+    layer_locations: Sequence[Location | None],
     mesh: Mesh | None = None,
 ) -> tuple[KVPool, jax.Array]:
     """The hidden states [T, E] of a step's tokens, after the final norm, and the pool with their keys and values.
@@ -112,7 +113,9 @@ def hidden_states(
     lens = jnp.where(is_token, batch.positions + 1, 0)
     pool = list(kv_pool)
     for index, rope in enumerate(config.ropes):
-        group, array, _ = layer_locations[index]
+        location = layer_locations[index]
+        assert location is not None
+        group, array, _ = location
         tables = _wide(batch.block_tables[group], pool[array].shape[1])[rows_of_tokens]
         layer, weights = model.part(f"model.layers.{index}")
         tiled = TiledLayer(layer, devices)

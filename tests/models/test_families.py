@@ -152,6 +152,12 @@ def loss(state, graphdef, token_ids):
     return -jnp.mean(jnp.take_along_axis(log_probs, token_ids[1:, None], axis=-1))
 
 
+def first_weight(state) -> nnx.Param:
+    """Of the queries of the first layer."""
+    layer = state.model.layers[0]
+    return layer.self_attn.q_proj.weight if "self_attn" in layer else layer.linear_attn.in_proj_q.weight
+
+
 GRADIENT_CASES = [(family, 0) for family in checkpoints.VARIANTS]
 
 
@@ -162,13 +168,13 @@ def test_gradient_is_finite_and_equals_a_finite_difference(case, checkpoint):
     value = jax.jit(functools.partial(loss, graphdef=graphdef, token_ids=jnp.asarray(tokens(40))))
     gradient = jax.jit(jax.grad(value))(state)
     assert all(np.isfinite(leaf).all() and np.any(leaf) for leaf in jax.tree.leaves(gradient))
-    slope = np.asarray(gradient.model.layers[0].self_attn.q_proj.weight[...])
+    slope = np.asarray(first_weight(gradient)[...])
     length = np.linalg.norm(slope)
     step = jnp.asarray(slope / length) * 0.01  # along the gradient, where the difference is largest
 
     def moved(sign: float) -> float:
         changed = jax.tree.map(lambda leaf: leaf, state)
-        weight = changed.model.layers[0].self_attn.q_proj.weight
+        weight = first_weight(changed)
         weight.set_value(weight[...] + sign * step)
         return float(value(changed))
 

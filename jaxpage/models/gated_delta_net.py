@@ -1,0 +1,126 @@
+"""Layers with a recurrent state: Gated DeltaNet (https://arxiv.org/abs/2412.06464), as Qwen3.5 has it.
+
+Attribute paths are the checkpoint's names, but what it has in one projection of q, k and v is three here: a device of
+several has some heads of each.
+
+Letters: T tokens, E model dim, N key heads, J value heads for each, D key dim, F value dim, G = 2 D + J F channels of a
+key head with its values, W taps.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpage.models.config import ModelConfig
+from jaxpage.models.layers import Constant, Linear, Normal, RMSNorm, param
+from jaxpage.models.recurrence import Recurrence
+from jaxpage.ops.delta_rule import to_tokens
+
+
+class GatedDeltaNet(nnx.Module):
+    """Projections, a convolution, the gated delta rule, a gated norm (transformers' Qwen3_5GatedDeltaNet)."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        assert config.gated_delta is not None
+        self.config, self.index = config.gated_delta, index
+        sizes, embed, dtype = self.config, config.hidden_size, config.dtype
+        num_heads, num_values = sizes.num_key_heads, sizes.num_value_heads
+        init = Normal(config.initializer_range)
+
+        def projection(num_out: int) -> Linear:
+            return Linear(
+                (num_out, embed),
+                axes=("heads", "embed"),
+                units=(num_heads, embed),
+                bias=False,
+                init=init,
+                dtype=dtype,
+            )
+
+        def of_values(value: float) -> nnx.Param:
+            return param(
+                (num_values,),
+                axes=("heads",),
+                units=(num_heads,),
+                init=Constant(value),
+                dtype=jnp.dtype(jnp.float32),
+            )
+
+        def taps(num_channels: int) -> nnx.Param:
+            shape = (num_channels, 1, sizes.num_taps)
+            axes, units = ("heads", "taps", "taps"), (num_heads, 1, sizes.num_taps)
+            return param(shape, axes=axes, units=units, init=init, dtype=dtype)
+
+        keys, values = num_heads * sizes.key_dim, num_values * sizes.value_dim
+        self.in_proj_q, self.in_proj_k = projection(keys), projection(keys)
+        self.in_proj_v, self.in_proj_z = projection(values), projection(values)
+        self.in_proj_b, self.in_proj_a = projection(num_values), projection(num_values)
+        self.in_proj: Linear | None = None  # all of them as one Linear, see `weights.transform`
+        self.conv_q, self.conv_k, self.conv_v = taps(keys), taps(keys), taps(values)
+        self.A_log, self.dt_bias = of_values(0.0), of_values(1.0)
+        self.norm = RMSNorm(sizes.value_dim, axis="head_dim", eps=config.norm_eps, dtype=dtype)
+        self.out_proj = Linear(
+            (embed, values),
+            axes=("embed", "heads"),
+            units=(embed, num_heads),
+            bias=False,
+            init=init,
+            dtype=dtype,
+        )
+
+    @property
+    def projection_sizes(self) -> dict[str, int]:
+        """Outputs of each projection of the input, in the order in which they are joined."""
+        sizes = self.config
+        keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
+        of_keys = {"in_proj_q": keys, "in_proj_k": keys}
+        of_values = {"in_proj_v": values, "in_proj_z": values}
+        return of_keys | of_values | dict.fromkeys(("in_proj_b", "in_proj_a"), sizes.num_value_heads)
+
+    def __call__(self, x: jax.Array, recurrence: Recurrence) -> jax.Array:
+        """[..., T, E] of x [..., T, E]"""
+        sizes = self.config
+        q, k, v, z, b, a = self._projected(x)
+        mixed = recurrence.convolve(self.index, self._by_head(q, k, v), self._taps)
+        mixed = jax.nn.silu(mixed).astype(x.dtype)
+        q, k, v = jnp.split(mixed, (sizes.key_dim, 2 * sizes.key_dim), axis=-1)
+        heads = (*x.shape[:-1], sizes.num_key_heads, sizes.values_per_key)
+        shift, rate = (
+            jnp.expand_dims(each[...].astype(jnp.float32), range(x.ndim - 1))
+            for each in (self.dt_bias, self.A_log)
+        )
+        log_decay = -jnp.exp(rate) * jax.nn.softplus(a.astype(jnp.float32) + shift)
+        tokens = to_tokens(
+            q,
+            k,
+            v.reshape(*heads, sizes.value_dim),
+            log_decay.reshape(heads),
+            jax.nn.sigmoid(b.reshape(heads)),
+        )
+        out = recurrence.delta_rule(self.index, tokens)
+        gate = jax.nn.silu(z.reshape(out.shape).astype(jnp.float32))
+        normed = self.norm(out.astype(x.dtype)).astype(jnp.float32)
+        out = (normed * gate).astype(x.dtype)
+        return self.out_proj(out.reshape(*x.shape[:-1], -1))
+
+    def _projected(self, x: jax.Array) -> list[jax.Array]:
+        names = self.projection_sizes
+        if self.in_proj is None:
+            return [getattr(self, name)(x) for name in names]
+        ends = [sum(list(names.values())[: i + 1]) for i in range(len(names) - 1)]
+        return jnp.split(self.in_proj(x), ends, axis=-1)
+
+    def _by_head(self, *parts: jax.Array) -> jax.Array:
+        """[..., N, G] of q, k and v [..., N * ...]"""
+        heads = [x.reshape(*x.shape[:-1], self.config.num_key_heads, -1) for x in parts]
+        return jnp.concatenate(heads, axis=-1)
+
+    @property
+    def _taps(self) -> jax.Array:
+        """[N, G, W]"""
+        sizes = self.config
+        parts = [x[...] for x in (self.conv_q, self.conv_k, self.conv_v)]
+        parts = [x.reshape(sizes.num_key_heads, -1, sizes.num_taps) for x in parts]
+        return jnp.concatenate(parts, axis=1)

@@ -1,0 +1,194 @@
+"""Qwen3.5: most layers have a recurrent state in place of keys and values, the others gated attention.
+
+Its pictures are those of Qwen3-VL. Knows transformers' names of the options.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpage.models.attention import Attention
+from jaxpage.models.config import ExpertsConfig, GatedDelta, ModelConfig, decoder_config
+from jaxpage.models.decoder import CausalLM, DecoderLayer, SelfAttention, hidden_norm, mlp_or_experts
+from jaxpage.models.gated_delta_net import GatedDeltaNet
+from jaxpage.models.layers import Linear, Normal, OffsetRMSNorm
+from jaxpage.models.qwen3_vl import Qwen3VisionTower, tower_config
+from jaxpage.models.recurrence import Recurrence
+from jaxpage.models.rope import Rotation
+from jaxpage.models.vision import PictureLM, check_embeddings
+from jaxpage.pictures.qwen_vision import Qwen3VisionConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_RECURRENT, _FULL = "linear_attention", "full_attention"
+# Defaults of config.json.
+_ROPE = {
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
+}
+
+
+class GatedAttention(SelfAttention):
+    """Each query head has a gate, whose sigmoid its output is multiplied by (transformers' Qwen3_5Attention)."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index, OffsetRMSNorm)
+        embed = config.hidden_size
+        # For each head its queries, then its gates.
+        self.q_proj = Linear(
+            (2 * config.num_heads * self.head_dim, embed),
+            axes=("heads", "embed"),
+            units=(config.num_heads, embed),
+            bias=config.qkv_bias,
+            init=Normal(config.initializer_range),
+            dtype=config.dtype,
+        )
+
+    @property
+    def projection_sizes(self) -> dict[str, int]:
+        sizes = super().projection_sizes
+        return sizes | {"q_proj": 2 * sizes["q_proj"]}
+
+    @property
+    def _num_heads(self) -> tuple[int, int, int]:
+        num_heads, *of_kv = super()._num_heads
+        return 2 * num_heads, *of_kv
+
+    def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
+        lead = x.shape[:-1]
+        both, k, v = self._projected(x)
+        both = both.reshape(*lead, self.config.num_heads, 2 * self.head_dim)
+        q, gate = jnp.split(both, 2, axis=-1)
+        out = self._attend(*self._turned(q.reshape(*lead, -1), k, v, rotation), attention)
+        return self.o_proj((out * jax.nn.sigmoid(gate)).reshape(*lead, -1))
+
+
+class HybridLayer(DecoderLayer):
+    """A recurrent state or gated attention, then an MLP or experts, each after a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        assert config.gated_delta is not None
+        self.input_layernorm = hidden_norm(OffsetRMSNorm, config)
+        if index in config.gated_delta.layers:
+            self.linear_attn = GatedDeltaNet(config, index)
+        else:
+            self.self_attn = GatedAttention(config, index)
+        self.post_attention_layernorm = hidden_norm(OffsetRMSNorm, config)
+        self.mlp = mlp_or_experts(config, index)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rotation: Rotation,
+        attention: Attention,
+        is_token: jax.Array | None = None,
+        load: list[jax.Array] | None = None,
+        *,
+        recurrence: Recurrence,
+    ) -> jax.Array:
+        normed = self.input_layernorm(x)
+        if hasattr(self, "linear_attn"):
+            x = x + self.linear_attn(normed, recurrence)
+        else:
+            x = x + self.self_attn(normed, rotation, attention)
+        return x + self.second_half(x, is_token, load)
+
+
+_PARTS = {"layer": HybridLayer, "norm": OffsetRMSNorm}
+
+
+def qwen3_5(config: ModelConfig) -> CausalLM:
+    """A Qwen3.5 text model."""
+    return CausalLM(config, **_PARTS)
+
+
+def qwen3_5_with_pictures(config: ModelConfig) -> PictureLM:
+    """A Qwen3.5 with its vision tower, which is Qwen3-VL's."""
+    assert isinstance(config.vision, Qwen3VisionConfig)
+    return PictureLM(config, Qwen3VisionTower(config.vision, config.dtype), **_PARTS)
+
+
+def qwen3_5_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
+) -> ModelConfig:
+    """ModelConfig of a Qwen3.5, or of the text part of one that takes pictures. Raises ValueError for what is not
+    supported.
+    """
+    text = hf.get_text_config()
+    architecture = (hf.architectures or ["?"])[0]
+    for name, value in _ROPE.items():
+        text.rope_parameters.setdefault(name, value)
+    return decoder_config(
+        text,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        architecture=architecture,
+        qk_norm=True,
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        gated_delta=_gated_delta(text, architecture),
+        **_experts(text),
+        **facts,
+    )
+
+
+def qwen3_5_pictures_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Qwen3_5ForConditionalGeneration, or of one with experts."""
+    vision = tower_config(hf.vision_config)
+    check_embeddings(vision.out_hidden_size, hf.get_text_config())
+    return qwen3_5_config(hf, dtype=dtype, max_model_len=max_model_len, vision=vision)
+
+
+def _gated_delta(text: PretrainedConfig, architecture: str) -> GatedDelta:
+    kinds = text.layer_types
+    unknown = sorted(set(kinds) - {_RECURRENT, _FULL})
+    if unknown or len(kinds) != text.num_hidden_layers or not {_RECURRENT, _FULL} <= set(kinds):
+        raise ValueError(
+            f"{architecture}: layer_types must have {_RECURRENT} or {_FULL} for each of {text.num_hidden_layers} "
+            f"layers, and both of them; config.json has {', '.join(kinds)}"
+        )
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    counts = {f"linear_{name}": getattr(text, f"linear_{name}") for name in names}
+    counts["linear_conv_kernel_dim"] = text.linear_conv_kernel_dim
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"{architecture}: {name} is {count!r} in config.json; it must be a positive integer"
+            )
+    keys, values, key_dim, value_dim, num_taps = counts.values()
+    if values % keys:
+        raise ValueError(
+            f"{architecture}: {values} value heads cannot share {keys} key heads evenly; check "
+            "linear_num_value_heads and linear_num_key_heads in config.json"
+        )
+    if text.hidden_act != "silu":
+        raise ValueError(f"{architecture}: hidden_act is {text.hidden_act!r}; supported is 'silu'")
+    return GatedDelta(
+        layers=tuple(index for index, kind in enumerate(kinds) if kind == _RECURRENT),
+        num_key_heads=keys,
+        values_per_key=values // keys,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        num_taps=num_taps,
+    )
+
+
+def _experts(text: PretrainedConfig) -> dict[str, Any]:
+    """Fields of a model with experts, in every layer."""
+    if not getattr(text, "num_experts", None):
+        return {}
+    experts = ExpertsConfig(
+        layers=tuple(range(text.num_hidden_layers)),
+        num_experts=text.num_experts,
+        experts_per_token=text.num_experts_per_tok,
+        intermediate_size=text.moe_intermediate_size,
+        shares_add_up_to_one=True,
+        shared_size=text.shared_expert_intermediate_size,
+    )
+    return {"experts": experts, "intermediate_size": text.moe_intermediate_size}

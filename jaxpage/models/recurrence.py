@@ -1,0 +1,71 @@
+"""What layers with a recurrent state are given in place of attention, and its implementation for whole sequences.
+
+The paged step hands a model a recurrence that keeps the state of each running sequence; trainers and tests need none.
+Must not know slots or batches.
+
+Letters: T tokens, N key heads, G channels of a key head with its values, W taps, J value heads for each key head, F
+value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.ops.delta_rule import Tokens, whole
+
+
+class Recurrence(Protocol):
+    """What a layer computes from each token and the sequence's state after the token before."""
+
+    def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """A causal convolution of each channel: sum over w of weight[..., W - 1 - w] times x of w tokens before.
+
+        x: [..., T, N, G], weight: [N, G, W]. Returns float32[..., T, N, G].
+        """
+        ...
+
+    def delta_rule(self, layer: int, tokens: Tokens) -> jax.Array:
+        """float32[..., T, N, J, F], see `ops.delta_rule`; tokens have the axes [..., T]."""
+        ...
+
+
+class WholeSequences:
+    """The tokens of each sequence from the first one on, without a state before them. Differentiable."""
+
+    def __init__(self, is_token: jax.Array | None = None):
+        # bool[..., T]; the others are padding, before and after the tokens of a sequence. None: no padding.
+        self.is_token = is_token
+
+    def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
+        del layer
+        x, num_taps = self._masked(x.astype(jnp.float32)), weight.shape[-1]
+        num_tokens, axis = x.shape[-3], x.ndim - 3
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (num_taps - 1, 0)
+        x = jnp.pad(x, padding)
+        weight = jnp.expand_dims(weight.astype(jnp.float32), range(axis + 1))
+        return sum(
+            (
+                jax.lax.slice_in_dim(x, tap, tap + num_tokens, axis=axis) * weight[..., tap]
+                for tap in range(num_taps)
+            ),
+            start=jnp.float32(0),
+        )
+
+    def delta_rule(self, layer: int, tokens: Tokens) -> jax.Array:
+        del layer
+        tokens = jax.tree.map(self._masked, tokens)
+        lead = tokens.log_decay.shape[:-3]
+        flat = jax.tree.map(lambda x: x.reshape(int(np.prod(lead)), *x.shape[len(lead) :]), tokens)
+        out = whole(flat)
+        return out.reshape(*lead, *out.shape[1:])
+
+    def _masked(self, x: jax.Array) -> jax.Array:
+        if self.is_token is None:
+            return x
+        missing = x.ndim - self.is_token.ndim
+        return jnp.where(self.is_token.reshape(*self.is_token.shape, *[1] * missing), x, 0)
