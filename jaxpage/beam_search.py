@@ -44,6 +44,11 @@ def request_params(
     params: BeamSearchParams, eos_token_ids: frozenset[int], limits: Limits, logprobs_mode: str
 ) -> SamplingParams:
     """The sampling params of each beam. Raises ValueError for a search that the engine does not support."""
+    if limits.has_recurrent_state:
+        raise ValueError(
+            "beam search is not for models with a recurrent state, of which a sequence has only the last one; sample "
+            "n answers instead"
+        )
     width = params.beam_width
     count = num_candidates(width, len(eos_token_ids))
     if count > limits.vocab_size:

@@ -100,6 +100,10 @@ def named_errors() -> Iterator[None]:
 
 
 def _check(drafts: ModelConfig, model: ModelConfig) -> None:
+    if drafts.gated_delta is not None:
+        raise ValueError(
+            f"{drafts.architecture} has layers with a recurrent state, from which wrong drafts cannot be taken back"
+        )
     if abs(drafts.vocab_size - model.vocab_size) > _MOST_PADDING:
         raise ValueError(
             f"the draft model has a vocabulary of {drafts.vocab_size:,} tokens and the model one of "

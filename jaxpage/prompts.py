@@ -64,6 +64,7 @@ class Limits:
     max_logprobs: int  # -1: no limit
     has_tokenizer: bool
     embeds: EmbedsForm | None = None  # of prompts given as embeddings; None: there are none
+    has_recurrent_state: bool = False  # some layers of the model
 
 
 def parse(

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests import checkpoints
 from tests.checkpoints import shape
-from tests.dense_families import LINEAR, gemma4, multipliers
+from tests.dense_families import LINEAR, RECURRENT, gemma4, multipliers, qwen3_5
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -356,6 +356,33 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             ),
         ),
     ],
+    "qwen3_5_moe": [
+        shape(
+            4,
+            2,
+            **qwen3_5(4, head_dim=16, heads=(2, 4), dims=(24, 16)),
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=32,
+        ),
+        shape(
+            4,
+            4,
+            **qwen3_5(
+                3,
+                head_dim=32,
+                heads=(2, 2),
+                dims=(16, 16),
+                layer_types=[FULL, RECURRENT, FULL],
+            ),
+            num_experts=4,
+            num_experts_per_tok=4,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            tie_word_embeddings=True,
+        ),
+    ],
 }
 CLASSES = {
     "mixtral": "MixtralConfig",
@@ -369,6 +396,7 @@ CLASSES = {
     "granitemoe": "GraniteMoeConfig",
     "gpt_oss": "GptOssConfig",
     "gemma4_moe": "Gemma4TextConfig",
+    "qwen3_5_moe": "Qwen3_5MoeTextConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
 

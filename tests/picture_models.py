@@ -14,6 +14,7 @@ import transformers
 
 from jaxpage.pictures.border import Expanded, Picture
 from jaxpage.tiny import train_byte_level_bpe, write_tokenizer
+from tests import dense_families
 
 VOCAB_SIZE = 300
 IMAGE, VIDEO, START, END = 290, 291, 288, 289  # tokens of Qwen2.5-VL and Qwen3-VL here
@@ -61,15 +62,18 @@ def qwen2_5_vl_config(**vision: Any) -> transformers.PretrainedConfig:
     )
 
 
+_DEEP = {"deepstack_visual_indexes": [0, 2]}
+
+
 def qwen3_vl_config(**vision: Any) -> transformers.PretrainedConfig:
     """Four layers in the tower, of which two reach the decoder; a table of 6 x 6 places. `vision` on top."""
-    return _qwen3_vl(transformers.Qwen3VLConfig, vision)
+    return _qwen3_vl(transformers.Qwen3VLConfig, _DEEP | vision)
 
 
 def qwen3_vl_moe_config(**vision: Any) -> transformers.PretrainedConfig:
     """The same with 6 experts in the first and the last layer of the decoder."""
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-    return _qwen3_vl(transformers.Qwen3VLMoeConfig, vision, **experts, mlp_only_layers=[1])
+    return _qwen3_vl(transformers.Qwen3VLMoeConfig, _DEEP | vision, **experts, mlp_only_layers=[1])
 
 
 def _qwen3_vl(make: Any, vision: dict[str, Any], **more: Any) -> transformers.PretrainedConfig:
@@ -81,11 +85,10 @@ def _qwen3_vl(make: Any, vision: dict[str, Any], **more: Any) -> transformers.Pr
         "num_heads": 2,
         "out_hidden_size": 48,
         "num_position_embeddings": 36,
-        "deepstack_visual_indexes": [0, 2],
         "patch_size": 16,
     }
     text = qwen_text() | {"num_hidden_layers": 3, "head_dim": 12} | more
-    text["rope_parameters"]["mrope_interleaved"] = True
+    text["rope_parameters"] = text["rope_parameters"] | {"mrope_interleaved": True}
     return make(
         text_config=text,
         vision_config=tower | vision,
@@ -94,6 +97,12 @@ def _qwen3_vl(make: Any, vision: dict[str, Any], **more: Any) -> transformers.Pr
         vision_start_token_id=START,
         vision_end_token_id=END,
     )
+
+
+def qwen3_5_config(**vision: Any) -> transformers.PretrainedConfig:
+    """A decoder of three layers with a recurrent state and one with attention, behind the tower of Qwen3-VL."""
+    recurrent = dense_families.qwen3_5(4, head_dim=24, heads=(2, 4), dims=(16, 12))
+    return _qwen3_vl(transformers.Qwen3_5Config, vision, **recurrent)
 
 
 GEMMA_IMAGE, GEMMA_BEGIN, GEMMA_END = 293, 294, 295

@@ -86,6 +86,11 @@ class SelfAttention(nnx.Module):
         return {"q_proj": self.config.num_heads * self.head_dim} | of_kv
 
     @property
+    def joined_projections(self) -> dict[str, dict[str, int]]:
+        """Name of a joined projection -> its parts, as `projection_sizes`."""
+        return {"qkv_proj": self.projection_sizes}
+
+    @property
     def _num_heads(self) -> tuple[int, int, int]:
         """How many heads q, k and v are projected to."""
         return self.config.num_heads, self.num_kv_heads, self.num_kv_heads
@@ -94,9 +99,7 @@ class SelfAttention(nnx.Module):
         out = self._attend(*self._heads(x, rotation), attention)
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
-    def _attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, attention: Attention
-    ) -> jax.Array:
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, attention: Attention) -> jax.Array:
         """[..., H, D]"""
         config = self.config
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
@@ -117,7 +120,8 @@ class SelfAttention(nnx.Module):
         if self.qkv_proj is not None and not config.qk_norm:
             interleaved = config.ropes[self.index].interleaved
             return rotation.split(self.qkv_proj(x), self._num_heads, interleaved=interleaved)
-        return self._turned(*self._projected(x), rotation)
+        q, k, v = self._projected(x)
+        return self._turned(q, k, v, rotation)
 
     def _projected(self, x: jax.Array) -> Sequence[jax.Array]:
         """q, k and v, each [..., all its heads]."""
@@ -158,6 +162,12 @@ class MLP(nnx.Module):
         self.up_proj = projection((inner, embed), ("mlp", "embed"))
         self.down_proj = projection((embed, inner), ("embed", "mlp"))
         self.gate_up_proj: Linear | None = None  # both as one Linear, see `weights.transform`
+        self._inner = inner
+
+    @property
+    def joined_projections(self) -> dict[str, dict[str, int]]:
+        """As of `SelfAttention`."""
+        return {"gate_up_proj": {"gate_proj": self._inner, "up_proj": self._inner}}
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.gate_up_proj is None:

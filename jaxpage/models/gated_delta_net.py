@@ -9,6 +9,8 @@ key head with its values, W taps.
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -57,7 +59,9 @@ class GatedDeltaNet(nnx.Module):
         self.in_proj_q, self.in_proj_k = projection(keys), projection(keys)
         self.in_proj_v, self.in_proj_z = projection(values), projection(values)
         self.in_proj_b, self.in_proj_a = projection(num_values), projection(num_values)
-        self.in_proj: Linear | None = None  # all of them as one Linear, see `weights.transform`
+        # Joined, see `weights.transform`. Checkpoints quantise the former only.
+        self.in_proj_qkvz: Linear | None = None
+        self.in_proj_ba: Linear | None = None
         self.conv_q, self.conv_k, self.conv_v = taps(keys), taps(keys), taps(values)
         self.A_log, self.dt_bias = of_values(0.0), of_values(1.0)
         self.norm = RMSNorm(sizes.value_dim, axis="head_dim", eps=config.norm_eps, dtype=dtype)
@@ -71,13 +75,13 @@ class GatedDeltaNet(nnx.Module):
         )
 
     @property
-    def projection_sizes(self) -> dict[str, int]:
-        """Outputs of each projection of the input, in the order in which they are joined."""
+    def joined_projections(self) -> dict[str, dict[str, int]]:
+        """Name of a joined projection -> its parts and their outputs, in order."""
         sizes = self.config
         keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
-        of_keys = {"in_proj_q": keys, "in_proj_k": keys}
-        of_values = {"in_proj_v": values, "in_proj_z": values}
-        return of_keys | of_values | dict.fromkeys(("in_proj_b", "in_proj_a"), sizes.num_value_heads)
+        qkvz = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values}
+        ba = {"in_proj_b": sizes.num_value_heads, "in_proj_a": sizes.num_value_heads}
+        return {"in_proj_qkvz": qkvz, "in_proj_ba": ba}
 
     def __call__(self, x: jax.Array, recurrence: Recurrence) -> jax.Array:
         """[..., T, E] of x [..., T, E]"""
@@ -106,11 +110,16 @@ class GatedDeltaNet(nnx.Module):
         return self.out_proj(out.reshape(*x.shape[:-1], -1))
 
     def _projected(self, x: jax.Array) -> list[jax.Array]:
-        names = self.projection_sizes
-        if self.in_proj is None:
-            return [getattr(self, name)(x) for name in names]
-        ends = [sum(list(names.values())[: i + 1]) for i in range(len(names) - 1)]
-        return jnp.split(self.in_proj(x), ends, axis=-1)
+        """q, k, v, z, b, a"""
+        found: list[jax.Array] = []
+        for name, parts in self.joined_projections.items():
+            joined = getattr(self, name)
+            if joined is None:
+                found += [getattr(self, part)(x) for part in parts]
+            else:
+                ends = list(itertools.accumulate(parts.values()))[:-1]
+                found += jnp.split(joined(x), ends, axis=-1)
+        return found
 
     def _by_head(self, *parts: jax.Array) -> jax.Array:
         """[..., N, G] of q, k and v [..., N * ...]"""

@@ -33,6 +33,9 @@ _LAYERS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
     *("c_fc", "c_proj"),  # of an MLP without a gate
+    # of a layer with a recurrent state
+    *(f"in_proj_{part}" for part in "qkvzba"),
+    "out_proj",
 )
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -112,14 +115,11 @@ def _linear_layers(
 ) -> Iterator[tuple[nnx.Module, str, Linear, dict[str, int]]]:
     """(module, attribute, layer, outputs of its parts) of the layers that support adapters."""
     for _, module in nnx.iter_modules(model.model.layers):
-        qkv = getattr(module, "projection_sizes", {})
-        for name in ("qkv_proj", "gate_up_proj", *_LAYERS):
+        joined = getattr(module, "joined_projections", {})
+        for name in (*joined, *_LAYERS):
             layer = getattr(module, name, None)
             if isinstance(layer, Linear):
                 num_out = layer.weight.get_value().shape[0]
-                # Not the config's size: a shared expert may have another one.
-                gate_up = dict.fromkeys(("gate_proj", "up_proj"), num_out // 2)
-                joined = {"qkv_proj": qkv, "gate_up_proj": gate_up}
                 yield module, name, layer, joined.get(name, {name: num_out})
 
 

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 
 from jaxpage.models.attention import Attention
 from jaxpage.models.config import ExpertsConfig, GatedDelta, ModelConfig, decoder_config
-from jaxpage.models.decoder import CausalLM, DecoderLayer, SelfAttention, hidden_norm, mlp_or_experts
+from jaxpage.models.decoder import (
+    CausalLM,
+    DecoderLayer,
+    SelfAttention,
+    hidden_norm,
+    mlp_or_experts,
+)
 from jaxpage.models.gated_delta_net import GatedDeltaNet
 from jaxpage.models.layers import Linear, Normal, OffsetRMSNorm
 from jaxpage.models.qwen3_vl import Qwen3VisionTower, tower_config
@@ -56,8 +62,7 @@ class GatedAttention(SelfAttention):
 
     @property
     def _num_heads(self) -> tuple[int, int, int]:
-        num_heads, *of_kv = super()._num_heads
-        return 2 * num_heads, *of_kv
+        return 2 * self.config.num_heads, self.num_kv_heads, self.num_kv_heads
 
     def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
         lead = x.shape[:-1]

@@ -25,7 +25,7 @@ _OF_A_BLOCK = (
     "attn.hook_v",  # [B, T, K, D]
     "attn.hook_pattern",  # float32[B, H, T, T]
     "attn.hook_z",  # [B, T, H, D] the weighted sums of values
-    "hook_attn_out",  # [B, T, E] the output of attention
+    "hook_attn_out",  # [B, T, E] the output of attention, or of the recurrent state
     "hook_mlp_out",  # [B, T, E] the output of the MLP
     "hook_resid_post",  # [B, T, E] the output of the layer
 )
@@ -33,12 +33,16 @@ LAST_POINT = "ln_final.hook_normalized"
 
 
 def points(config: ModelConfig) -> list[str]:
-    """All names for a model, in the order of computation. Mixtures of experts have no `hook_mlp_out`, and layers that
-    read the keys and values of earlier ones no hooks for these.
+    """All names for a model, in the order of computation. Mixtures of experts have no `hook_mlp_out`, layers that read
+    the keys and values of earlier ones no hooks for these, and layers with a recurrent state none inside attention.
     """
+    recurrent = () if config.gated_delta is None else config.gated_delta.layers
     of_experts = () if config.experts is None else config.experts.layers
 
     def missing(index: int) -> set[str]:
+        if index in recurrent:
+            inside = {name for name in _OF_A_BLOCK if name.startswith("attn.")}
+            return inside | ({"hook_mlp_out"} if index in of_experts else set())
         of_kv = {"attn.hook_k", "attn.hook_v"} if index not in config.kv_layers else set()
         return of_kv | ({"hook_mlp_out"} if index in of_experts else set())
 
@@ -80,7 +84,9 @@ def tapped(module: CausalLM, tap: Tap) -> CausalLM:
     decoder: Any = copy.model
     for index, layer in enumerate(decoder.layers):
         name = f"blocks.{index}.hook_"
-        layer.self_attn = _Tapped(layer.self_attn, tap, "", f"{name}attn_out")
+        attention = "self_attn" if hasattr(layer, "self_attn") else "linear_attn"
+        own = _Tapped(getattr(layer, attention), tap, "", f"{name}attn_out")
+        setattr(layer, attention, own)
         if not isinstance(layer.mlp, MixtureOfExperts):
             layer.mlp = _Tapped(layer.mlp, tap, "", f"{name}mlp_out")
         decoder.layers[index] = _Tapped(layer, tap, f"{name}resid_pre", f"{name}resid_post")

@@ -9,6 +9,7 @@ Letters: T tokens, N key heads, J value heads for each, D key dim, F value dim, 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,8 @@ from jax import lax
 
 CHUNK = 64  # tokens
 _NORM_EPS = 1e-6  # of transformers' `l2norm`
-_PRODUCT = {"precision": lax.Precision.HIGHEST}
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 class Tokens(NamedTuple):
@@ -61,19 +63,21 @@ def chunk(state: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     beta = beta.transpose(1, 2, 0)[..., None]
     earlier = jnp.tril(jnp.ones((1, 1, CHUNK, CHUNK), jnp.bool_))
     between = total[..., :, None] - total[..., None, :]
-    decay = jnp.exp(jnp.where(earlier, between, -jnp.inf))  # [N, J, C, C], from the second to the first
-    keys = jnp.einsum("tnd,snd->nts", k, k, **_PRODUCT)[:, None]
+    decay = jnp.exp(
+        jnp.where(earlier, between, -jnp.inf)
+    )  # [N, J, C, C], from the second to the first
+    keys = _einsum("tnd,snd->nts", k, k)[:, None]
     corrections = unit_lower_inverse(jnp.tril(beta * keys * decay, -1))
     since_start = jnp.exp(total)[..., None]
-    known = since_start * jnp.einsum("tnd,njdf->njtf", k, state, **_PRODUCT)
+    known = since_start * _einsum("tnd,njdf->njtf", k, state)
     new = beta * (v.transpose(1, 2, 0, 3) - known)
-    new = jnp.einsum("njts,njsf->njtf", corrections, new, **_PRODUCT)
-    scores = jnp.einsum("tnd,snd->nts", q, k, **_PRODUCT)[:, None] * decay
-    out = since_start * jnp.einsum("tnd,njdf->njtf", q, state, **_PRODUCT)
-    out += jnp.einsum("njts,njsf->njtf", scores, new, **_PRODUCT)
+    new = _einsum("njts,njsf->njtf", corrections, new)
+    scores = _einsum("tnd,snd->nts", q, k)[:, None] * decay
+    out = since_start * _einsum("tnd,njdf->njtf", q, state)
+    out += _einsum("njts,njsf->njtf", scores, new)
     left = jnp.exp(total[..., -1:] - total)[..., None]  # of each token at the end
     state = state * since_start[..., -1:, :]
-    state += jnp.einsum("tnd,njtf->njdf", k, left * new, **_PRODUCT)
+    state += _einsum("tnd,njtf->njdf", k, left * new)
     return state, out.transpose(2, 0, 1, 3)
 
 
@@ -110,8 +114,8 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
         blocks = lower.reshape(*lower.shape[:-2], number, 2 * width, number, 2 * width)
         diagonal = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = jnp.matmul(diagonal[..., width:, :width], first, **_PRODUCT)
-        corner = -jnp.matmul(second, corner, **_PRODUCT)
+        corner = _matmul(diagonal[..., width:, :width], first)
+        corner = -_matmul(second, corner)
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         below = jnp.concatenate([corner, second], axis=-1)
         inverse = jnp.concatenate([above, below], axis=-2)

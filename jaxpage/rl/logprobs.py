@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxpage.models.attention import DenseAttention
 from jaxpage.models.inputs import ForwardInput
+from jaxpage.models.recurrence import WholeSequences
 from jaxpage.rl.rollout import Padded
 
 _ROWS = 8  # of a batch, computed together
@@ -27,7 +28,10 @@ def logprobs(model: Any, batch: Padded, temperature: float = 1.0) -> jax.Array:
     # A token attends to those of lower or equal position.
     positions = jnp.where(batch.attention_mask, batch.positions, token_ids.shape[1])
     inputs = ForwardInput(
-        token_ids=token_ids, positions=positions, attention=DenseAttention(positions)
+        token_ids=token_ids,
+        positions=positions,
+        attention=DenseAttention(positions),
+        recurrence=WholeSequences(jnp.asarray(batch.attention_mask)),
     )
     logits = model.logits(model.hidden_states(inputs))[:, :-1] / temperature
     logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)

@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.pictures.border import Picture, VisionConfig
 from jaxpage.runner.calls import Call
-from jaxpage.runner.layout import Field
 from jaxpage.runner.kept_rows import words_of
+from jaxpage.runner.layout import Field
 from jaxpage.runner.spec import PictureSpec
 from jaxpage.sampling.fields import RequestState
 

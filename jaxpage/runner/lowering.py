@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
 from jaxpage.draft_model import DraftModel
 from jaxpage.kv_pool import KVPool, KVPoolSpec
@@ -55,6 +55,7 @@ from jaxpage.runner.slots import (
 from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step import Step
 from jaxpage.runner.strict import StrictStep
+from jaxpage.runner.structs import one_slot, parameter, platform_of, struct, structs
 from jaxpage.sampling.fields import RequestState
 
 # Programs that change the request state alone.
@@ -113,14 +114,14 @@ class Lowerings:
         models = [model] if draft_model is None else [model, draft_model.model]
         # All parameters, in the order in which programs take them.
         self.variables = [v for each in models for _, v in nnx.to_flat_state(nnx.state(each))]
-        self._leaves = [_parameter(variable, mesh) for variable in self.variables]
+        self._leaves = [parameter(variable, mesh) for variable in self.variables]
         self._pools = (pool_spec, *([draft_model.pool] if draft_model else []))
         self._pool = [
-            x for pool in self._pools for x in _structs(pool.abstract(), mesh, pool.axes_of)
+            x for pool in self._pools for x in structs(pool.abstract(), mesh, pool.axes_of)
         ]
         axes = {} if step_spec.gated_delta is None else recurrent_axes(step_spec.gated_delta)
         self._state = {
-            name: _struct(x, mesh and sharding(mesh, axes.get(name, ()), x.shape))
+            name: struct(x, mesh and sharding(mesh, axes.get(name, ()), x.shape))
             for name, x in abstract_request_state(step_spec).items()
         }
         self.spec, self.buckets, self._mesh = step_spec, buckets, mesh
@@ -169,7 +170,7 @@ class Lowerings:
 
     @property
     def _platform(self) -> str:
-        return _platform(self._leaves)
+        return platform_of(self._leaves)
 
     @property
     def _slot_axes(self) -> list[int | None]:
@@ -177,8 +178,14 @@ class Lowerings:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the request state."""
-        return num_bytes(self._state)
+        """Bytes of the request state on one device."""
+        shares = [
+            x
+            if x.sharding is None
+            else jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+            for x in self._state.values()
+        ]
+        return num_bytes(shares)
 
     def allocate(self) -> tuple[KVPool, RequestState]:
         """Allocate the pool and the request state, with zeros and fill values, where the programs expect them.
@@ -218,7 +225,7 @@ class Lowerings:
             return ()
         words = jax.ShapeDtypeStruct((num_tokens, self.spec.hidden_size), words_of(self.spec.dtype))
         where = jax.ShapeDtypeStruct((num_tokens,), np.bool_)
-        return tuple(_structs([words, where], self._mesh))
+        return tuple(structs([words, where], self._mesh))
 
     def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         layout = self.layouts[bucket.name]
@@ -269,14 +276,14 @@ class Lowerings:
             self._leaves,
             self._state,
             self._integers(size // pictures.vision.patches_per_token),
-            *_structs(list(inputs.values()), self._mesh),
+            *structs(list(inputs.values()), self._mesh),
         )
 
     def _lower_score(self) -> jax.stages.Lowered:
         piece = jax.ShapeDtypeStruct((self.spec.num_scored, self.spec.hidden_size), self.spec.dtype)
         layout = self.layouts[SCORE]
         return jax.jit(partial(self._step.score, layout), **self._out_shardings(None)).lower(
-            self._leaves, _structs(piece, self._mesh), self._integers(layout.size)
+            self._leaves, structs(piece, self._mesh), self._integers(layout.size)
         )
 
     def _lower_vocabulary(self) -> jax.stages.Lowered:
@@ -299,11 +306,11 @@ class Lowerings:
             if axis is not None
         ]
         weights, axes = [x for x, _ in found], tuple(axis for _, axis in found)
-        contents = [_one_slot(x, axis, self.spec.num_adapters) for x, axis in found]
+        contents = [one_slot(x, axis, self.spec.num_adapters) for x, axis in found]
         slot = jax.ShapeDtypeStruct((), np.int32)
         write = partial(write_slot, axes=axes)
         return jax.jit(write, donate_argnums=0, **self._out_shardings(weights)).lower(
-            weights, *_structs((slot, contents), self._mesh)
+            weights, *structs((slot, contents), self._mesh)
         )
 
     def _lower_read(self) -> jax.stages.Lowered:
@@ -324,7 +331,7 @@ class Lowerings:
         if self._mesh is None:
             return shapes
         shardings = [x for pool in self._pools for x in content_shardings(pool, self._mesh)]
-        return [_struct(x, each) for x, each in zip(shapes, shardings, strict=True)]
+        return [struct(x, each) for x, each in zip(shapes, shardings, strict=True)]
 
     def _out_shardings(self, *results: Any) -> dict[str, Any]:
         """Output shardings, as an option of `jax.jit`; a result None is replicated on every device of the mesh."""
@@ -337,8 +344,8 @@ class Lowerings:
         return {"out_shardings": tuple(found) if len(found) > 1 else found[0]}
 
     def _integers(self, size: int) -> jax.ShapeDtypeStruct:
-        (struct,) = _structs([jax.ShapeDtypeStruct((size,), np.int32)], self._mesh)
-        return struct
+        (integers,) = structs([jax.ShapeDtypeStruct((size,), np.int32)], self._mesh)
+        return integers
 
     def layers_of(self, bucket: Bucket) -> jax.stages.Lowered:
         """One pass through the layers of a decode step, without its loop and sampler. No engine runs it; it compiles in
@@ -368,38 +375,3 @@ def _drafting(draft_model: DraftModel, spec: StepSpec, mesh: Mesh | None) -> Dra
         layer_locations=draft_model.layer_locations,
         mesh=mesh,
     )
-
-
-def _platform(leaves: list[jax.ShapeDtypeStruct]) -> str:
-    """The platform of the parameters, or else jax's default."""
-    for leaf in leaves:
-        if leaf.sharding is not None:
-            return next(iter(leaf.sharding.device_set)).platform
-    return jax.default_backend()
-
-
-def _parameter(variable: nnx.Variable, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
-    value = variable.get_raw_value()
-    if mesh is None:
-        return _struct(value, getattr(value, "sharding", None))
-    metadata = variable.get_metadata()
-    return _struct(value, sharding(mesh, metadata["axes"], metadata["units"]))
-
-
-def _one_slot(x: jax.ShapeDtypeStruct, axis: int, num_slots: int) -> jax.ShapeDtypeStruct:
-    shape = list(x.shape)
-    shape[axis] //= num_slots
-    return jax.ShapeDtypeStruct(shape, x.dtype)
-
-
-def _structs(
-    tree: Any, mesh: Mesh | None, axes_of: Callable[[Any], tuple[str, ...]] = lambda _: ()
-) -> Any:
-    """Shape, dtype and sharding of each leaf; axes without a name are replicated on every device of a mesh."""
-    return jax.tree.map(
-        lambda x: _struct(x, None if mesh is None else sharding(mesh, axes_of(x))), tree
-    )
-
-
-def _struct(x: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -25,6 +25,7 @@ from jaxpage.models.config import GatedDelta
 from jaxpage.ops.delta_rule import CHUNK, Tokens, chunk, one_token
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.plan import NULL_SLOT
+from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.kept_rows import put_rows, words_of
 from jaxpage.sampling.fields import RequestState
 from pallas_kernels.lists import expand
@@ -85,14 +86,14 @@ class SlotRecurrence:
         self,
         state: RequestState,
         batch: StepBatch,
+        bucket: Bucket,
         *,
-        one_token_per_row: bool,
         on_gpu: bool,
         mesh: Mesh | None = None,
     ):
         self.state = dict(state)
         self._rows = _rows_of(batch)
-        self._options = {"one_token_per_row": one_token_per_row, "on_gpu": on_gpu}
+        self._options = {"one_token_per_row": bucket.decode, "on_gpu": on_gpu}
         self._mesh = mesh
 
     def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -128,9 +129,7 @@ class SlotRecurrence:
             return call
         if num_heads % mesh.size:
             inputs, outputs = (P(),) * len(inputs), (P(),) * len(outputs)
-        return jax.shard_map(
-            call, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False
-        )
+        return jax.shard_map(call, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
 # Separate jits, so that they are traced and lowered once for all layers; XLA inlines them.
@@ -188,7 +187,9 @@ def _last_inputs(x: jax.Array, before: jax.Array, rows: _Rows) -> jax.Array:
     """[R, W - 1, N, G]: the last inputs after each row's tokens x [T, N, G], or those of the sibling's parent."""
     num_kept = before.shape[1]
     place = jnp.arange(num_kept, dtype=jnp.int32)[None]
-    number = rows.num_tokens[:, None] - num_kept + place  # of the row's tokens; negative: before them
+    number = (
+        rows.num_tokens[:, None] - num_kept + place
+    )  # of the row's tokens; negative: before them
     own = x[jnp.clip(rows.first[:, None] + number, 0, x.shape[0] - 1)]
     older = jnp.clip(num_kept + number, 0, num_kept - 1)[..., None, None]
     older = jnp.take_along_axis(before, older, axis=1)

@@ -310,6 +310,11 @@ class Step:
         batch = unpack_batch(state, rows, bucket, self.spec)
         own, of_drafts = self._split_pool(kv_pool)
         pictures = self.spec.pictures
+
+        def token_slots() -> jax.Array:
+            """int32[T]"""
+            return batch.slots[token_rows(rows["num_tokens"], bucket)]
+
         if self.drafting is not None:
             parameters = leaves[self.treedef.num_leaves :]
             of_drafts, _ = self.drafting.forward(
@@ -342,24 +347,17 @@ class Step:
             positions = rotary_positions(state, rows, bucket, batch.positions)
             inputs = replace(inputs, positions=positions)
         if ADAPTER in state:
-            token_slots = batch.slots[token_rows(rows["num_tokens"], bucket)]
-            inputs = replace(inputs, adapter_slots=state[ADAPTER][token_slots])
+            inputs = replace(inputs, adapter_slots=state[ADAPTER][token_slots()])
         recurrence = None
         if self.spec.gated_delta is not None:
-            recurrence = SlotRecurrence(
-                state,
-                batch,
-                one_token_per_row=bucket.decode,
-                on_gpu=self._platform == "gpu",
-                mesh=self.mesh,
-            )
+            on_gpu = self._platform == "gpu"
+            recurrence = SlotRecurrence(state, batch, bucket, on_gpu=on_gpu, mesh=self.mesh)
             inputs = replace(inputs, recurrence=recurrence)
         model, research, captured = self._model(leaves), self.spec.research, None
         if research is None:
             hidden = model.hidden_states(inputs)
         else:
-            token_slots = batch.slots[token_rows(rows["num_tokens"], bucket)]
-            found = tapped_hidden_states(model, inputs, state, token_slots, research)
+            found = tapped_hidden_states(model, inputs, state, token_slots(), research)
             hidden, captured = found
         if recurrence is not None:
             state = recurrence.state

@@ -49,7 +49,15 @@ def save(model: CausalLM, folder: str | Path, *, files: str | Path, format: str)
     for path, array in arrays.items():
         if isinstance(array, jax.ShapeDtypeStruct):
             raise ValueError(f"{path} {list(array.shape)} has no value; load the model first")
-        if path.endswith((".qkv_proj.weight", ".gate_up_proj.weight", ".scale", "_proj_scale")):
+        if path.endswith(
+            (
+                ".qkv_proj.weight",
+                ".gate_up_proj.weight",
+                ".in_proj_qkvz.weight",
+                ".scale",
+                "_proj_scale",
+            )
+        ):
             raise ValueError(
                 f"{path} {list(array.shape)} is what an engine made of other parameters; save a model of "
                 "your own, from jaxpage.weights.load.load"

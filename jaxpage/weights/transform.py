@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.models.decoder import MLP, CausalLM, SelfAttention
+from jaxpage.models.decoder import CausalLM
 from jaxpage.models.experts import Experts, MixtureOfExperts
 from jaxpage.models.layers import Linear
 from jaxpage.ops.experts import ExpertsKernel, Weights
@@ -41,25 +41,20 @@ _experts_to_int8 = jax.jit(jax.vmap(_to_int8))
 
 
 def join_projections(model: CausalLM) -> None:
-    """Join q, k, v, as far as a layer has them, into one product, and gate and up, in place, layer by layer, so that
-    each input is read once.
+    """Join q, k, v, as far as a layer has them, into one product, likewise gate and up, and the projections of a layer
+    with a recurrent state, in place, layer by layer, so that each input is read once.
 
     On a CPU, 120 MB of gate and up in bf16 take 6.0 ms at 2 rows joined and 6.8 ms separate. Not for sharded models:
     the parts of a joined weight are concatenated, so an even split would not give each device its share of every part.
     Weights that a checkpoint has quantised in different ways stay separate.
     """
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, SelfAttention):
-            names = list(module.projection_sizes)
-            parts = [getattr(module, name) for name in names]
+        for name, sizes in getattr(module, "joined_projections", {}).items():
+            parts = [getattr(module, part) for part in sizes]
             if len(parts) > 1 and (joined := _joined(parts)):
-                module.qkv_proj = nnx.data(joined)
-                for name in names:
-                    delattr(module, name)
-        elif isinstance(module, MLP):
-            if joined := _joined([module.gate_proj, module.up_proj]):
-                module.gate_up_proj = nnx.data(joined)
-                del module.gate_proj, module.up_proj
+                setattr(module, name, nnx.data(joined))
+                for part in sizes:
+                    delattr(module, part)
 
 
 def quantize(model: CausalLM, choose: ChooseQuantized) -> set[str]:

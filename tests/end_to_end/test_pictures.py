@@ -25,6 +25,7 @@ from tests.picture_models import (
     VIDEO,
     pixels,
     qwen2_5_vl_config,
+    qwen3_5_config,
     qwen3_vl_config,
     qwen3_vl_moe_config,
 )
@@ -38,6 +39,7 @@ CONFIGS = {
     "qwen2_5_vl": qwen2_5_vl_config,
     "qwen3_vl": qwen3_vl_config,
     "qwen3_vl_moe": qwen3_vl_moe_config,
+    "qwen3_5": qwen3_5_config,
 }
 PIXELS = {"min_pixels": 784, "max_pixels": 130 * 784}
 
@@ -162,6 +164,8 @@ def answers(llm: LLM, prompts=None, params=GREEDY) -> list[list[int]]:
         ("qwen3_vl", "videos"),
         ("qwen3_vl_moe", "pictures"),
         ("qwen3_vl_moe", "videos"),
+        ("qwen3_5", "pictures"),
+        ("qwen3_5", "videos"),
     ],
 )
 def test_greedy_tokens_equal_transformers(families, name, given):

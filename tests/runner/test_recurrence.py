@@ -1,0 +1,157 @@
+"""The state of sequences in their slots: any way to cut them into rows of steps gives what whole sequences give."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpage.batch import StepBatch
+from jaxpage.models.config import GatedDelta
+from jaxpage.models.recurrence import WholeSequences
+from jaxpage.ops.delta_rule import Tokens, to_tokens
+from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.recurrence import SlotRecurrence, recurrent_fields
+from tests.models.test_delta_rule import HEADS, KEY_DIM, VALUE_DIM, VALUES, inputs
+
+SIZES = GatedDelta(
+    layers=(3,),
+    num_key_heads=HEADS,
+    values_per_key=VALUES,
+    key_dim=KEY_DIM,
+    value_dim=VALUE_DIM,
+    num_taps=4,
+)
+LAYER, NUM_SLOTS, NUM_ROWS, NUM_TOKENS = 3, 6, 4, 160
+LENGTH = 150  # of each sequence
+WEIGHT = np.random.default_rng(9).standard_normal((HEADS, SIZES.num_channels, 4)).astype(np.float32)
+
+
+class Sequences:
+    """Sequences 1, 2, ..., each in the slot of its number, and their steps on the device."""
+
+    def __init__(self, number: int):
+        self.x = np.random.default_rng(5).standard_normal(
+            (number, LENGTH, HEADS, SIZES.num_channels)
+        )
+        self.x = self.x.astype(np.float32)
+        self.tokens = to_tokens(*inputs(LENGTH, batch=number))
+        whole = WholeSequences()
+        self.expected = (
+            whole.convolve(LAYER, jnp.asarray(self.x), WEIGHT),
+            whole.delta_rule(LAYER, self.tokens),
+        )
+        # What was in a slot before its sequence must not show.
+        fields = recurrent_fields(SIZES, NUM_SLOTS, jnp.float32)
+        self.state = jax.tree.map(
+            lambda x: jnp.full_like(x, np.nan if x.dtype == jnp.float32 else -1), fields
+        )
+        self.done = dict.fromkeys(range(1, number + 1), 0)  # slot -> tokens
+
+    def step(self, rows: list[tuple[int, int]], *, decode: bool = False) -> None:
+        """Rows of (slot, number of tokens), whose outputs must be those of the whole sequence."""
+        counts = [count for _, count in rows] + [0] * (NUM_ROWS - len(rows))
+        slots = [slot for slot, _ in rows] + [0] * (NUM_ROWS - len(rows))
+        size = NUM_ROWS if decode else NUM_TOKENS
+        starts = [self.done.get(slot, 0) for slot in slots]
+        ends = np.cumsum([0, *counts])
+        if decode:  # each row has a token, which means nothing in the others
+            counts, ends = [1] * NUM_ROWS, np.arange(NUM_ROWS + 1)
+        lens = [
+            start + count if slot else 0
+            for slot, start, count in zip(slots, starts, counts, strict=True)
+        ]
+        lens = [length if count else 0 for length, count in zip(lens, counts, strict=True)]
+
+        def packed(x: np.ndarray) -> np.ndarray:
+            out = np.full((size, *x.shape[2:]), 0.25, np.float32)  # padding, which must not show
+            for (slot, count), start, first in zip(rows, starts, ends, strict=False):
+                out[first : first + count] = x[slot - 1, start : start + count]
+            return out
+
+        batch = StepBatch(
+            slots=jnp.array(slots, jnp.int32),
+            query_starts=jnp.array(ends, jnp.int32),
+            kv_lens=jnp.array(lens, jnp.int32),
+            token_ids=jnp.zeros(size, jnp.int32),
+            positions=jnp.zeros(size, jnp.int32),
+            slot_mappings=jnp.zeros((1, size), jnp.int32),
+            block_tables=jnp.zeros((1, NUM_ROWS, 1), jnp.int32),
+        )
+        given = Tokens(*(packed(np.asarray(x)) for x in self.tokens))
+        run = _run_decode if decode else _run
+        self.state, *found = run(self.state, batch, packed(self.x), given)
+        for (slot, count), start, first in zip(rows, starts, ends, strict=False):
+            for one, whole in zip(found, self.expected, strict=True):
+                wanted = whole[slot - 1, start : start + count]
+                np.testing.assert_allclose(one[first : first + count], wanted, atol=2e-5, rtol=0)
+            self.done[slot] += count
+
+
+def _step(bucket: Bucket):
+    @jax.jit
+    def run(state, batch, x, tokens):
+        recurrence = SlotRecurrence(state, batch, bucket, on_gpu=False)
+        out = recurrence.convolve(LAYER, x, WEIGHT), recurrence.delta_rule(LAYER, tokens)
+        return recurrence.state, *out
+
+    return run
+
+
+_run = _step(Bucket(NUM_TOKENS, NUM_ROWS, decode=False))
+_run_decode = _step(Bucket(NUM_ROWS, NUM_ROWS, decode=True))
+
+
+def test_rows_of_all_lengths_in_chunks_and_beside_others():
+    sequences = Sequences(3)
+    for rows in (
+        [(1, 150)],
+        [(2, 1), (3, 65)],
+        [(3, 2), (2, 3)],
+        [(2, 64), (3, 1)],
+        [(3, 80), (2, 80)],
+    ):
+        sequences.step(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [1, 2, 67])
+def test_decoding_goes_on_from_a_prompt(prompt):
+    sequences = Sequences(2)
+    sequences.step([(2, prompt), (1, prompt)])
+    for _ in range(5):
+        sequences.step([(1, 1), (2, 1)], decode=True)
+    sequences.step([(1, 1), (2, 70)])
+
+
+@pytest.mark.slow
+def test_a_slot_is_as_new_for_the_next_sequence():
+    sequences = Sequences(2)
+    sequences.step([(1, 90), (2, 20)])
+    sequences.done[1] = 0
+    sequences.step([(2, 1), (1, 33)])
+    sequences.done[2] = 0
+    sequences.step([(1, 1), (2, 1)], decode=True)
+
+
+@pytest.mark.parametrize("prompt", [1, 30])
+def test_siblings_start_with_the_state_after_the_prompt(prompt):
+    sequences = Sequences(2)
+    sequences.x[1] = sequences.x[0]
+    sequences.tokens = jax.tree.map(lambda x: jnp.asarray(x).at[1].set(x[0]), sequences.tokens)
+    sequences.expected = tuple(x.at[1].set(x[0]) for x in sequences.expected)
+    sequences.done[2] = prompt  # slot 2 goes on where slot 1 is
+    sequences.step([(1, prompt), (2, 0)])
+    sequences.step([(2, 40), (1, 1)])
+
+
+@pytest.mark.slow
+def test_other_slots_stay_as_they_are():
+    sequences = Sequences(1)
+    before = jax.tree.map(np.asarray, sequences.state)
+    sequences.step([(1, 70)])
+    sequences.step([(1, 1)], decode=True)
+    for name, field in sequences.state.items():
+        np.testing.assert_array_equal(np.asarray(field)[2:], before[name][2:])
+        assert name.startswith("convolution") or np.isfinite(np.asarray(field)[1]).all()
