@@ -100,7 +100,7 @@ class Gemma4Options:
 @dataclass(frozen=True, kw_only=True)
 class GatedDelta:
     """Layers with a recurrent state in place of keys and values, see `gated_delta_net`. It is float32[N, J, D, F], and
-    the last W - 1 inputs [N, G] of the convolution.
+    the last W - 1 inputs of the convolution.
     """
 
     layers: tuple[int, ...]
@@ -116,8 +116,8 @@ class GatedDelta:
 
     @property
     def num_channels(self) -> int:
-        """G: of a key head with its values."""
-        return 2 * self.key_dim + self.values_per_key * self.value_dim
+        """Of the convolution."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
 class KVHeads(NamedTuple):

@@ -3,8 +3,7 @@
 Attribute paths are the checkpoint's names, but what it has in one projection of q, k and v is three here: a device of
 several has some heads of each.
 
-Letters: T tokens, E model dim, N key heads, J value heads for each, D key dim, F value dim, G = 2 D + J F channels of a
-key head with its values, W taps.
+Letters: T tokens, E model dim, N key heads, J value heads for each, D key dim, F value dim, W taps.
 """
 
 from __future__ import annotations
@@ -87,18 +86,19 @@ class GatedDeltaNet(nnx.Module):
         """[..., T, E] of x [..., T, E]"""
         sizes = self.config
         q, k, v, z, b, a = self._projected(x)
-        mixed = recurrence.convolve(self.index, self._by_head(q, k, v), self._taps)
-        mixed = jax.nn.silu(mixed).astype(x.dtype)
-        q, k, v = jnp.split(mixed, (sizes.key_dim, 2 * sizes.key_dim), axis=-1)
+        taps = [each[...][:, 0] for each in (self.conv_q, self.conv_k, self.conv_v)]
+        mixed = recurrence.convolve(self.index, (q, k, v), taps)
+        q, k, v = (jax.nn.silu(part).astype(x.dtype) for part in mixed)
         heads = (*x.shape[:-1], sizes.num_key_heads, sizes.values_per_key)
         shift, rate = (
             jnp.expand_dims(each[...].astype(jnp.float32), range(x.ndim - 1))
             for each in (self.dt_bias, self.A_log)
         )
         log_decay = -jnp.exp(rate) * jax.nn.softplus(a.astype(jnp.float32) + shift)
+        keys = (*heads[:-1], sizes.key_dim)
         tokens = to_tokens(
-            q,
-            k,
+            q.reshape(keys),
+            k.reshape(keys),
             v.reshape(*heads, sizes.value_dim),
             log_decay.reshape(heads),
             jax.nn.sigmoid(b.reshape(heads)),
@@ -120,16 +120,3 @@ class GatedDeltaNet(nnx.Module):
                 ends = list(itertools.accumulate(parts.values()))[:-1]
                 found += jnp.split(joined(x), ends, axis=-1)
         return found
-
-    def _by_head(self, *parts: jax.Array) -> jax.Array:
-        """[..., N, G] of q, k and v [..., N * ...]"""
-        heads = [x.reshape(*x.shape[:-1], self.config.num_key_heads, -1) for x in parts]
-        return jnp.concatenate(heads, axis=-1)
-
-    @property
-    def _taps(self) -> jax.Array:
-        """[N, G, W]"""
-        sizes = self.config
-        parts = [x[...] for x in (self.conv_q, self.conv_k, self.conv_v)]
-        parts = [x.reshape(sizes.num_key_heads, -1, sizes.num_taps) for x in parts]
-        return jnp.concatenate(parts, axis=1)

@@ -3,12 +3,12 @@
 The paged step hands a model a recurrence that keeps the state of each running sequence; trainers and tests need none.
 Must not know slots or batches.
 
-Letters: T tokens, N key heads, G channels of a key head with its values, W taps, J value heads for each key head, F
-value dim.
+Letters: T tokens, C channels, W taps, N key heads, J value heads for each key head, F value dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -21,10 +21,12 @@ from jaxpage.ops.delta_rule import Tokens, whole
 class Recurrence(Protocol):
     """What a layer computes from each token and the sequence's state after the token before."""
 
-    def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """A causal convolution of each channel: sum over w of weight[..., W - 1 - w] times x of w tokens before.
+    def convolve(
+        self, layer: int, inputs: Sequence[jax.Array], weights: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """A causal convolution of each channel: sum over w of weight[:, W - 1 - w] times x of w tokens before.
 
-        x: [..., T, N, G], weight: [N, G, W]. Returns float32[..., T, N, G].
+        inputs: of several kinds, each [..., T, C], and weights [C, W]. Returns float32[..., T, C] of each kind.
         """
         ...
 
@@ -40,17 +42,22 @@ class WholeSequences:
         # bool[..., T]; the others are padding, before and after the tokens of a sequence. None: no padding.
         self.is_token = is_token
 
-    def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
+    def convolve(
+        self, layer: int, inputs: Sequence[jax.Array], weights: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         del layer
-        x, num_taps = self._masked(x.astype(jnp.float32)), weight.shape[-1]
-        num_tokens, axis = x.shape[-3], x.ndim - 3
+        return [self._convolved(x, weight) for x, weight in zip(inputs, weights, strict=True)]
+
+    def _convolved(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        x, num_taps = self._masked(x.astype(jnp.float32)), weight.shape[1]
+        num_tokens, axis = x.shape[-2], x.ndim - 2
         padding = [(0, 0)] * x.ndim
         padding[axis] = (num_taps - 1, 0)
         x = jnp.pad(x, padding)
-        weight = jnp.expand_dims(weight.astype(jnp.float32), range(axis + 1))
+        taps = jnp.expand_dims(weight.astype(jnp.float32).T, range(1, axis + 2))  # [W, ..., C]
         return sum(
             (
-                jax.lax.slice_in_dim(x, tap, tap + num_tokens, axis=axis) * weight[..., tap]
+                jax.lax.slice_in_dim(x, tap, tap + num_tokens, axis=axis) * taps[tap]
                 for tap in range(num_taps)
             ),
             start=jnp.float32(0),

@@ -1,10 +1,10 @@
 """The gated delta rule (https://arxiv.org/abs/2412.06464), token by token and for chunks of tokens.
 
-A head's state S [I, J] maps keys to values. A token decays it, S' = exp(g) S, and corrects the value of its key k by
+A head's state S [D, F] maps keys to values. A token decays it, S' = exp(g) S, and corrects the value of its key k by
 the share b: S = S' + k (b (v - S'^T k))^T; its output is S^T q. Over a chunk this is a triangular system
 (https://arxiv.org/abs/2406.06484; transformers' `torch_chunk_gated_delta_rule`). All is float32.
 
-Letters: T tokens, N key heads, J value heads for each, D key dim, F value dim, B batch.
+Letters: T tokens, C tokens of a chunk, N key heads, J value heads for each, D key dim, F value dim, B batch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jax import lax
 
 CHUNK = 64  # tokens
 _NORM_EPS = 1e-6  # of transformers' `l2norm`
+# TPUs would round the inputs of products to bfloat16, and the state adds up the errors of all tokens.
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 class Tokens(NamedTuple):
-    """What tokens do to the state, float32, with any leading axes."""
+    """What tokens do to the state, float32, with any leading axes. A token of zeros does nothing."""
 
     q: jax.Array  # [..., N, D], of length 1 / sqrt(D)
     k: jax.Array  # [..., N, D], of length 1
@@ -53,32 +53,61 @@ def one_token(state: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
     return state, jnp.sum(state * q, axis=-2)
 
 
-def chunk(state: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """The state [N, J, D, F] after CHUNK tokens of a sequence, and their outputs [CHUNK, N, J, F].
+class Chunk(NamedTuple):
+    """What does not depend on the state of C tokens, of one sequence or of several one after the other."""
 
-    Tokens whose fields are all zero change nothing.
-    """
-    q, k, v, log_decay, beta = tokens
-    total = jnp.cumsum(log_decay, axis=0).transpose(1, 2, 0)  # [N, J, C], up to each token
-    beta = beta.transpose(1, 2, 0)[..., None]
-    earlier = jnp.tril(jnp.ones((1, 1, CHUNK, CHUNK), jnp.bool_))
+    # With the sum of all values that other tokens of the chunk replace.
+    v: jax.Array  # [N, J, C, F]
+    k: jax.Array  # [N, J, C, D]: what of the state before the chunk to subtract from v
+    q: jax.Array  # [N, J, C, D]: what of that state is in the output
+    scores: jax.Array  # [N, J, C, C]: how much of each token's v is in the output of another
+    left: (
+        jax.Array
+    )  # [N, J, C, D]: keys, less what decays until the last token of the sequence here
+    decay: jax.Array  # [N, J, C]: of the state, from before the chunk to that token
+
+
+def prepare(tokens: Tokens, sequence: jax.Array) -> Chunk:
+    """tokens: [C, ...]; sequence: int32[C], in ascending order, which one each token is of."""
+    same = sequence[:, None] == sequence[None]
+    size = sequence.size
+    first = jnp.argmax(same, axis=1)
+    last = size - 1 - jnp.argmax(same[:, ::-1], axis=1)
+    log_decay, beta = (x.transpose(1, 2, 0) for x in (tokens.log_decay, tokens.beta))
+    total = jnp.cumsum(log_decay, axis=-1)  # [N, J, C]
+    start, end = (total - log_decay)[..., first], total[..., last]
+    visible = (same & jnp.tril(jnp.ones((size, size), jnp.bool_)))[None, None]
     between = total[..., :, None] - total[..., None, :]
-    decay = jnp.exp(
-        jnp.where(earlier, between, -jnp.inf)
-    )  # [N, J, C, C], from the second to the first
+    decay = jnp.exp(jnp.where(visible, between, -jnp.inf))
+    q, k, v = tokens.q, tokens.k, tokens.v.transpose(1, 2, 0, 3)
     keys = _einsum("tnd,snd->nts", k, k)[:, None]
-    corrections = unit_lower_inverse(jnp.tril(beta * keys * decay, -1))
-    since_start = jnp.exp(total)[..., None]
-    known = since_start * _einsum("tnd,njdf->njtf", k, state)
-    new = beta * (v.transpose(1, 2, 0, 3) - known)
-    new = _einsum("njts,njsf->njtf", corrections, new)
-    scores = _einsum("tnd,snd->nts", q, k)[:, None] * decay
-    out = since_start * _einsum("tnd,njdf->njtf", q, state)
-    out += _einsum("njts,njsf->njtf", scores, new)
-    left = jnp.exp(total[..., -1:] - total)[..., None]  # of each token at the end
-    state = state * since_start[..., -1:, :]
-    state += _einsum("tnd,njtf->njdf", k, left * new)
-    return state, out.transpose(2, 0, 1, 3)
+    inverse = unit_lower_inverse(jnp.tril(beta[..., None] * keys * decay, -1))
+    q, k = (x.transpose(1, 0, 2)[:, None] for x in (q, k))  # [N, 1, C, D]
+    since = jnp.exp(total - start)[..., None]
+    return Chunk(
+        v=_einsum("njts,njsf->njtf", inverse, beta[..., None] * v),
+        k=_einsum("njts,njsd->njtd", inverse, beta[..., None] * since * k),
+        q=since * q,
+        scores=_einsum("nitd,nisd->nits", q, k) * decay,
+        left=jnp.exp(end - total)[..., None] * k,
+        decay=jnp.exp(end - start),
+    )
+
+
+def advance(
+    state: jax.Array, chunk: Chunk, is_own: jax.Array, last: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """The state [N, J, D, F] of a sequence after a chunk, and outputs [N, J, C, F], which mean nothing for others.
+
+    is_own: bool[C], its tokens; last: index of the last one.
+    """
+    new = chunk.v - _einsum("njtd,njdf->njtf", chunk.k, state)
+    new = jnp.where(is_own[None, None, :, None], new, 0.0)
+    out = _einsum("njtd,njdf->njtf", chunk.q, state)
+    out += _einsum("njts,njsf->njtf", chunk.scores, new)
+    decay = lax.dynamic_index_in_dim(chunk.decay, last, axis=2)
+    state = state * decay[..., None] + _einsum("njtd,njtf->njdf", chunk.left, new)
+    return state, out
 
 
 def whole(tokens: Tokens) -> jax.Array:
@@ -93,31 +122,32 @@ def whole(tokens: Tokens) -> jax.Array:
         x = jnp.pad(x, padding)
         return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, CHUNK, *x.shape[2:]), 1, 0)
 
+    one_sequence = partial(prepare, sequence=jnp.zeros(CHUNK, jnp.int32))
+    chunks = jax.vmap(jax.vmap(one_sequence))(jax.tree.map(by_chunk, tokens))
     batch, _, *heads, value_dim = tokens.v.shape
     start = jnp.zeros((batch, *heads, tokens.k.shape[-1], value_dim), jnp.float32)
-    _, outputs = lax.scan(jax.vmap(chunk), start, jax.tree.map(by_chunk, tokens))
-    joined = jnp.moveaxis(outputs, 0, 1).reshape(batch, num_chunks * CHUNK, *heads, value_dim)
-    return joined[:, :num_tokens]
+    all_own = jnp.ones(CHUNK, jnp.bool_)
+    step = jax.vmap(partial(advance, is_own=all_own, last=CHUNK - 1))
+    _, outputs = lax.scan(step, start, chunks)  # [chunks, B, N, J, CHUNK, F]
+    joined = outputs.transpose(1, 0, 4, 2, 3, 5)
+    return joined.reshape(batch, num_chunks * CHUNK, *heads, value_dim)[:, :num_tokens]
 
 
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
-    """The inverse of I + `lower`, strictly lower triangular [..., C, C] with C a power of two.
+    """The inverse of I + `lower`, strictly lower triangular [..., C, C].
 
-    From inverses of diagonal blocks to inverses of blocks twice as large. As exact as forward substitution, in
-    log2(C) steps of products.
+    From inverses of diagonal blocks to those of blocks twice as large: with X the inverses of two neighbours and B what
+    is below the first, left of the second, the inverse of both is X - X B X. As exact as forward substitution.
     """
     size = lower.shape[-1]
-    inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)  # of all blocks
+    index = jnp.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
     width = 1
     while width < size:
-        number = size // (2 * width)
-        blocks = lower.reshape(*lower.shape[:-2], number, 2 * width, number, 2 * width)
-        diagonal = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = _matmul(diagonal[..., width:, :width], first)
-        corner = -_matmul(second, corner)
-        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        below = jnp.concatenate([corner, second], axis=-1)
-        inverse = jnp.concatenate([above, below], axis=-2)
+        of_two, block = index // (2 * width), index // width
+        is_corner = (of_two[:, None] == of_two[None]) & (block[:, None] != block[None])
+        corner = jnp.where(is_corner.reshape(*[1] * (lower.ndim - 2), size, size), lower, 0.0)
+        below = _einsum("...ij,...jk->...ik", corner, inverse)
+        inverse = inverse - _einsum("...ij,...jk->...ik", inverse, below)
         width *= 2
-    return inverse[..., 0, :, :]
+    return inverse

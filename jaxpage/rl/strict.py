@@ -18,6 +18,7 @@ from jaxpage.batch import StepBatch
 from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.decoder import CausalLM
+from jaxpage.ops.lists import chosen_first
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.rl.logprobs import logprobs
 from jaxpage.rl.rollout import Padded
@@ -67,7 +68,7 @@ def _forward(model: CausalLM, batch: Padded, temperature: jax.Array, block_size:
     table = 1 + jnp.arange(num_rows * num_blocks, dtype=jnp.int32).reshape(num_rows, num_blocks)
     block = table[rows, positions // block_size]
     slots = jnp.where(is_token, block * block_size + positions % block_size, NULL_BLOCK)
-    order, num_tokens = _first(is_token)
+    order, num_tokens = chosen_first(is_token)
     starts = jnp.zeros(num_rows + 1, jnp.int32).at[-1].set(num_tokens)
     step = StepBatch(
         slots=jnp.zeros(num_rows, jnp.int32),
@@ -91,18 +92,12 @@ def _forward(model: CausalLM, batch: Padded, temperature: jax.Array, block_size:
     _, hidden = hidden_states(model, step, rows[order], pool.allocate(), places)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
     is_sampled = batch.completion_mask.at[:, 0].set(False).ravel()
-    which, num_sampled = _first(is_sampled)
+    which, num_sampled = chosen_first(is_sampled)
     found = _of_sampled(
         model, hidden[back[which - 1]], batch.token_ids.ravel()[which], temperature, num_sampled
     )
     found = jnp.zeros(is_sampled.size, jnp.float32).at[which].set(found)
     return jnp.where(is_sampled, found, 0.0).reshape(shape)
-
-
-def _first(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Indices int32[T], the chosen ones first and in order; and how many are chosen."""
-    order = jnp.argsort(~chosen, stable=True).astype(jnp.int32)
-    return order, chosen.sum(dtype=jnp.int32)
 
 
 def _of_sampled(

@@ -349,9 +349,9 @@ class Step:
         if ADAPTER in state:
             inputs = replace(inputs, adapter_slots=state[ADAPTER][token_slots()])
         recurrence = None
-        if self.spec.gated_delta is not None:
-            on_gpu = self._platform == "gpu"
-            recurrence = SlotRecurrence(state, batch, bucket, on_gpu=on_gpu, mesh=self.mesh)
+        if (sizes := self.spec.gated_delta) is not None:
+            where = {"on_gpu": self._platform == "gpu", "mesh": self.mesh}
+            recurrence = SlotRecurrence(sizes, state, batch, bucket, **where)
             inputs = replace(inputs, recurrence=recurrence)
         model, research, captured = self._model(leaves), self.spec.research, None
         if research is None:

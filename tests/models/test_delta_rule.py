@@ -76,11 +76,11 @@ def test_the_inverse_is_as_exact_as_forward_substitution(kind):
 def test_padding_before_and_after_a_sequence_changes_nothing():
     num_tokens, before, after = 70, 5, 20
     q, k, v, log_decay, beta = inputs(num_tokens, batch=1)
-    x = np.random.default_rng(2).standard_normal((1, num_tokens, HEADS, 4)).astype(np.float32)
-    weight = np.random.default_rng(3).standard_normal((HEADS, 4, 3)).astype(np.float32)
+    x = np.random.default_rng(2).standard_normal((1, num_tokens, 8)).astype(np.float32)
+    weight = np.random.default_rng(3).standard_normal((8, 3)).astype(np.float32)
     alone = WholeSequences()
     expected = (
-        alone.convolve(0, x, weight),
+        alone.convolve(0, [x], [weight])[0],
         alone.delta_rule(0, to_tokens(q, k, v, log_decay, beta)),
     )
 
@@ -91,7 +91,7 @@ def test_padding_before_and_after_a_sequence_changes_nothing():
     where = np.pad(np.ones((1, num_tokens), bool), [(0, 0), (before, after)])
     among = WholeSequences(jnp.asarray(where))
     found = (
-        among.convolve(0, jnp.asarray(padded(x)), weight),
+        among.convolve(0, [jnp.asarray(padded(x))], [weight])[0],
         among.delta_rule(0, to_tokens(*map(padded, (q, k, v, log_decay, beta)))),
     )
     for one, other in zip(found, expected, strict=True):

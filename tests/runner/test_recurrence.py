@@ -9,7 +9,7 @@ import pytest
 
 from jaxpage.batch import StepBatch
 from jaxpage.models.config import GatedDelta
-from jaxpage.models.recurrence import WholeSequences
+from jaxpage.models.recurrence import Recurrence, WholeSequences
 from jaxpage.ops.delta_rule import Tokens, to_tokens
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.recurrence import SlotRecurrence, recurrent_fields
@@ -25,21 +25,26 @@ SIZES = GatedDelta(
 )
 LAYER, NUM_SLOTS, NUM_ROWS, NUM_TOKENS = 3, 6, 4, 160
 LENGTH = 150  # of each sequence
-WEIGHT = np.random.default_rng(9).standard_normal((HEADS, SIZES.num_channels, 4)).astype(np.float32)
+WEIGHT = np.random.default_rng(9).standard_normal((SIZES.num_channels, 4)).astype(np.float32)
+
+
+def convolved(recurrence: Recurrence, x: jax.Array) -> jax.Array:
+    """In three parts, as queries, keys and values."""
+    ends = (5, 40)
+    parts = recurrence.convolve(LAYER, jnp.split(x, ends, axis=-1), jnp.split(WEIGHT, ends))
+    return jnp.concatenate(parts, axis=-1)
 
 
 class Sequences:
     """Sequences 1, 2, ..., each in the slot of its number, and their steps on the device."""
 
     def __init__(self, number: int):
-        self.x = np.random.default_rng(5).standard_normal(
-            (number, LENGTH, HEADS, SIZES.num_channels)
-        )
+        self.x = np.random.default_rng(5).standard_normal((number, LENGTH, SIZES.num_channels))
         self.x = self.x.astype(np.float32)
         self.tokens = to_tokens(*inputs(LENGTH, batch=number))
         whole = WholeSequences()
         self.expected = (
-            whole.convolve(LAYER, jnp.asarray(self.x), WEIGHT),
+            convolved(whole, jnp.asarray(self.x)),
             whole.delta_rule(LAYER, self.tokens),
         )
         # What was in a slot before its sequence must not show.
@@ -92,8 +97,8 @@ class Sequences:
 def _step(bucket: Bucket):
     @jax.jit
     def run(state, batch, x, tokens):
-        recurrence = SlotRecurrence(state, batch, bucket, on_gpu=False)
-        out = recurrence.convolve(LAYER, x, WEIGHT), recurrence.delta_rule(LAYER, tokens)
+        recurrence = SlotRecurrence(SIZES, state, batch, bucket, on_gpu=False)
+        out = convolved(recurrence, x), recurrence.delta_rule(LAYER, tokens)
         return recurrence.state, *out
 
     return run

@@ -1,0 +1,77 @@
+"""Steps of two models of Qwen3.5, whose layers have a recurrent state, but for every fourth: a dense one and one with
+experts. Each with eight layers.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxpage.aot.targets import parse_target
+from tests.aot.program import Program
+from tests.aot.steps import Place, environment, look, lower
+
+__all__ = ["TARGETS", "environment", "programs"]
+
+LAYERS, ATTENTION_LAYERS = 8, 2
+_ALL = {
+    "vocab_size": 248320,
+    "num_hidden_layers": LAYERS,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "dtype": "bfloat16",
+    "eos_token_id": 1,
+}
+# The shapes of 4B and 35B-A3B.
+MODELS: dict[str, dict[str, Any]] = {
+    "4B": _ALL
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "35B-A3B": _ALL
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+}
+PLACES = (Place("v6e:2x2", 1, "4B"), Place("v6e:2x2", 4, "35B-A3B"), Place("h200", 1, "4B"))
+TARGETS = tuple(place.name for place in PLACES)
+
+
+def programs(target: str) -> Iterator[Program]:
+    """The largest decode step, and the largest of prompts."""
+    from jaxpage.aot.worker import make_job
+
+    place = PLACES[TARGETS.index(target)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{place.whole}.json"
+        path.write_text(json.dumps(MODELS[place.whole]))
+        options = {"model": str(path), "max_model_len": 32768}
+        job = make_job(options, parse_target(place.target), place.num_devices)
+        decode = [bucket.name for bucket in job.spec.buckets if bucket.decode][-1]
+        for name in (decode, job.spec.buckets[-1].name):
+            yield Program(
+                name=name,
+                lower=partial(lower, job, name),
+                look=partial(look, job, place.whole, name),
+            )
