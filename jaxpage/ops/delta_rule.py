@@ -18,8 +18,9 @@ from jax import lax
 
 CHUNK = 64  # tokens
 _NORM_EPS = 1e-6  # of transformers' `l2norm`
-# TPUs would round the inputs of products to bfloat16, and the state adds up the errors of all tokens.
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+# TPUs would round the inputs of products to bfloat16, and the state adds up the errors of all tokens. HIGH are three
+# products of bfloat16: within 2^-16.
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGH)
 
 
 class Tokens(NamedTuple):
