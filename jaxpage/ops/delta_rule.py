@@ -1,4 +1,4 @@
-"""The gated delta rule (https://arxiv.org/abs/2412.06464), token by token and for chunks of tokens.
+"""The gated delta rule (https://arxiv.org/abs/2412.06464) for chunks of tokens.
 
 A head's state S [D, F] maps keys to values. A token decays it, S' = exp(g) S, and corrects the value of its key k by
 the share b: S = S' + k (b (v - S'^T k))^T; its output is S^T q. Over a chunk this is a triangular system
@@ -43,15 +43,6 @@ def to_tokens(
 
 def _unit(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _NORM_EPS)
-
-
-def one_token(state: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
-    """The state [B, N, J, D, F] after a token of each sequence, and their outputs [B, N, J, F]."""
-    q, k = token.q[:, :, None, :, None], token.k[:, :, None, :, None]
-    state = state * jnp.exp(token.log_decay)[..., None, None]
-    correction = token.beta[..., None] * (token.v - jnp.sum(state * k, axis=-2))
-    state = state + k * correction[..., None, :]
-    return state, jnp.sum(state * q, axis=-2)
 
 
 class Chunk(NamedTuple):

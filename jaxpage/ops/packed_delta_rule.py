@@ -1,8 +1,8 @@
 """The gated delta rule for the packed tokens of a step, whose sequences have states in slots.
 
 Tokens are divided into windows of CHUNK, wherever rows begin and end. What does not depend on states is computed for
-all windows at once, and then the parts of rows in windows follow one after the other. Rows of one token are left to
-`delta_rule.one_token`, several at a time.
+all windows at once, and then the parts of rows in windows follow one after the other. Rows of one token need no window:
+on a TPU a kernel computes them in place.
 
 All loops run as often as there is work, and change the slots in place: a conditional would copy them.
 
@@ -11,17 +11,21 @@ Letters: Q slots, R rows, T tokens, W windows; the others as in `delta_rule`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpage.ops.delta_rule import CHUNK, Tokens, advance, one_token, prepare
+from jaxpage.ops.delta_rule import CHUNK, Tokens, advance, prepare
 from jaxpage.ops.lists import chosen_first
+from jaxpage.plan import NULL_SLOT
+from pallas_kernels.delta_rule import tpu, xla
+from pallas_kernels.delta_rule.reference import Rows
 from pallas_kernels.lists import expand
 
-_TOGETHER = 8  # rows of one token
+_TOGETHER = 8  # rows of one token, in steps with longer ones
 
 
 class StateRows(NamedTuple):
@@ -41,16 +45,17 @@ def of_packed_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """`field` [Q, N, J, D, F] with the state after each row, and the outputs float32[T, N, J, F]."""
     field, out = _by_windows(field, tokens, rows)
-    field, out = _singles(field, out, tokens, rows)
+    is_single = rows.is_live & (rows.num_tokens == 1)
+    field, out = _singles(field, out, tokens, rows, is_single, together=_TOGETHER)
     return _to_siblings(field, rows), out
 
 
 def of_single_tokens(
     field: jax.Array, tokens: Tokens, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """The states [R, N, J, D, F] after the only token of each row, and the outputs [R, N, J, F]."""
-    begins = rows.begins[:, None, None, None, None]
-    return one_token(jnp.where(begins, 0.0, field[rows.slots]), tokens)
+    """The same for rows that all have one token."""
+    out = jnp.zeros_like(tokens.v)
+    return _singles(field, out, tokens, rows, rows.is_live, together=rows.slots.size)
 
 
 def _by_windows(field: jax.Array, tokens: Tokens, rows: StateRows) -> tuple[jax.Array, jax.Array]:
@@ -97,24 +102,32 @@ def _by_windows(field: jax.Array, tokens: Tokens, rows: StateRows) -> tuple[jax.
 
 
 def _singles(
-    field: jax.Array, out: jax.Array, tokens: Tokens, rows: StateRows
+    field: jax.Array,
+    out: jax.Array,
+    tokens: Tokens,
+    rows: StateRows,
+    is_single: jax.Array,
+    *,
+    together: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows of one token, several at a time."""
-    order, number = chosen_first(rows.is_live & (rows.num_tokens == 1))
-    order = jnp.pad(order, (0, -order.size % _TOGETHER))
-
-    def some(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
-        field, out = carry
-        own = lax.dynamic_slice_in_dim(order, index * _TOGETHER, _TOGETHER)
-        exists = index * _TOGETHER + jnp.arange(_TOGETHER) < number
-        chosen = jax.tree.map(lambda x: x[own], rows)
-        given = jax.tree.map(lambda x: x[chosen.first], tokens)
-        states, new = of_single_tokens(field, given, chosen)
-        slots = jnp.where(exists, chosen.slots, field.shape[0])
-        places = jnp.where(exists, chosen.first, out.shape[0])
-        return field.at[slots].set(states, mode="drop"), out.at[places].set(new, mode="drop")
-
-    return lax.fori_loop(0, -(-number // _TOGETHER), some, (field, out))
+    """The rows of one token. together: how many of them XLA computes at a time."""
+    order, number = chosen_first(is_single)
+    exists = jnp.arange(order.size) < number
+    first = rows.first[order]
+    q, k, v, log_decay, beta = (x[first] for x in tokens)
+    given = Rows(
+        slots=jnp.where(exists, rows.slots[order], NULL_SLOT),
+        begins=rows.begins[order],
+        q=q,
+        k=k,
+        v=v,
+        decay=jnp.exp(log_decay),
+        beta=beta,
+    )
+    by_xla = partial(xla.one_token, together=together)
+    kernel = by_xla if tpu.unsupported_reason(field) else tpu.one_token
+    field, new = lax.platform_dependent(field, given, number, tpu=kernel, default=by_xla)
+    return field, out.at[jnp.where(exists, first, out.shape[0])].set(new, mode="drop")
 
 
 def _to_siblings(field: jax.Array, rows: StateRows) -> jax.Array:

@@ -85,7 +85,7 @@ class SlotRecurrence:
     ):
         self.state, self._sizes = dict(state), sizes
         self._rows = _rows_of(batch)
-        self._options = {"one_token_per_row": bucket.decode, "on_gpu": on_gpu}
+        self._one_token_per_row, self._on_gpu = bucket.decode, on_gpu
         self._mesh = mesh
 
     def convolve(
@@ -94,7 +94,7 @@ class SlotRecurrence:
         name, number = _INPUTS.format(layer), len(inputs)
         channels, by_channel = P(None, None, TENSOR), [P(None, TENSOR)] * number
         call = self._on_shares(
-            partial(_convolve, **self._options),
+            partial(_convolve, one_token_per_row=self._one_token_per_row, on_gpu=self._on_gpu),
             inputs=(channels, by_channel, [P(TENSOR)] * number, P()),
             outputs=(channels, by_channel),
         )
@@ -104,7 +104,7 @@ class SlotRecurrence:
     def delta_rule(self, layer: int, tokens: Tokens) -> jax.Array:
         name, by_head = _STATE.format(layer), P(None, TENSOR)
         call = self._on_shares(
-            partial(_delta_rule, **self._options),
+            partial(_delta_rule, one_token_per_row=self._one_token_per_row),
             inputs=(by_head, by_head, P()),
             outputs=(by_head, by_head),
         )
@@ -184,12 +184,10 @@ def _last_inputs(x: jax.Array, before: jax.Array, rows: StateRows) -> jax.Array:
     return jnp.where((number >= 0)[..., None], own, older)[rows.parents]
 
 
-@partial(jax.jit, static_argnames=("one_token_per_row", "on_gpu"))
+@partial(jax.jit, static_argnames="one_token_per_row")
 def _delta_rule(
-    field: jax.Array, tokens: Tokens, rows: StateRows, *, one_token_per_row: bool, on_gpu: bool
+    field: jax.Array, tokens: Tokens, rows: StateRows, *, one_token_per_row: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The field [Q, N, J, D, F] with the state after each row, and the outputs float32[T, N, J, F]."""
-    if not one_token_per_row:
-        return of_packed_tokens(field, tokens, rows)
-    state, out = of_single_tokens(field, tokens, rows)
-    return put_rows(field, rows.slots, state, on_gpu=on_gpu), out
+    compute = of_single_tokens if one_token_per_row else of_packed_tokens
+    return compute(field, tokens, rows)
