@@ -36,7 +36,8 @@ _INPUTS, _STATE = "convolution_{}", "delta_state_{}"  # names of a layer's field
 
 def recurrent_fields(sizes: GatedDelta, num_slots: int, dtype: DTypeLike) -> RequestState:
     """The fields of all slots, for models that compute in `dtype`."""
-    inputs = (num_slots, sizes.num_taps - 1, sizes.num_channels)
+    # Two axes: XLA would store three or so inputs in the eight rows of a TPU's registers.
+    inputs = (num_slots, (sizes.num_taps - 1) * sizes.num_channels)
     heads = (sizes.num_key_heads, sizes.values_per_key)
     state = (num_slots, *heads, sizes.key_dim, sizes.value_dim)
     of_inputs = {_INPUTS.format(i): jnp.zeros(inputs, words_of(dtype)) for i in sizes.layers}
@@ -47,8 +48,7 @@ def recurrent_axes(sizes: GatedDelta | None, num_devices: int) -> dict[str, tupl
     """The logical axes of these fields, see `parallel.sharding`; none if devices cannot have equally many heads."""
     if sizes is None or sizes.num_key_heads % num_devices:
         return {}
-    kinds = {_INPUTS: ("rows", "taps", "heads"), _STATE: ("rows", "heads")}
-    return {name.format(i): axes for name, axes in kinds.items() for i in sizes.layers}
+    return {name.format(i): ("rows", "heads") for name in (_INPUTS, _STATE) for i in sizes.layers}
 
 
 def _rows_of(batch: StepBatch) -> StateRows:
@@ -92,7 +92,7 @@ class SlotRecurrence:
         self, layer: int, inputs: Sequence[jax.Array], weights: Sequence[jax.Array]
     ) -> list[jax.Array]:
         name, number = _INPUTS.format(layer), len(inputs)
-        channels, by_channel = P(None, None, TENSOR), [P(None, TENSOR)] * number
+        channels, by_channel = P(None, TENSOR), [P(None, TENSOR)] * number
         call = self._on_shares(
             partial(_convolve, one_token_per_row=self._one_token_per_row, on_gpu=self._on_gpu),
             inputs=(channels, by_channel, [P(TENSOR)] * number, P()),
@@ -132,22 +132,30 @@ def _convolve(
     one_token_per_row: bool,
     on_gpu: bool,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The field [Q, W - 1, C] with the last inputs of each row, and the sums float32[T, channels of each input]."""
+    """The field [Q, (W - 1) C] with the last inputs of each row, and the sums float32[T, channels of each input]."""
     x, weight = jnp.concatenate(inputs, axis=1), jnp.concatenate(weights).astype(jnp.float32)
-    before = lax.bitcast_convert_type(field[rows.slots], x.dtype)
-    before = jnp.where(rows.begins[:, None, None], jnp.zeros_like(before), before)
+    num_kept = weight.shape[1] - 1
+    kept = lax.bitcast_convert_type(field[rows.slots], x.dtype)
+    kept = jnp.where(rows.begins[:, None], jnp.zeros_like(kept), kept)
+    before = jnp.split(kept, num_kept, axis=1) if num_kept else []
     if one_token_per_row:
-        window = jnp.concatenate([before, x[:, None]], axis=1)
-        out, last = jnp.sum(window.astype(jnp.float32) * weight.T[None], axis=1), window[:, 1:]
+        window = [*before, x]
+        out = sum(
+            (each.astype(jnp.float32) * weight[None, :, tap] for tap, each in enumerate(window)),
+            start=jnp.float32(0),
+        )
+        last = window[1:]
     else:
         out, last = _sums(x, before, weight, rows), _last_inputs(x, before, rows)
-    words = lax.bitcast_convert_type(last, field.dtype)
+    if num_kept:
+        words = lax.bitcast_convert_type(jnp.concatenate(last, axis=1), field.dtype)
+        field = put_rows(field, rows.slots, words, on_gpu=on_gpu)
     ends = list(itertools.accumulate(part.shape[1] for part in inputs))[:-1]
-    return put_rows(field, rows.slots, words, on_gpu=on_gpu), jnp.split(out, ends, axis=1)
+    return field, jnp.split(out, ends, axis=1)
 
 
-def _sums(x: jax.Array, before: jax.Array, weight: jax.Array, rows: StateRows) -> jax.Array:
-    """float32[T, C] of packed tokens x [T, C], after the inputs [R, W - 1, C] before them. weight: [C, W]."""
+def _sums(x: jax.Array, before: list[jax.Array], weight: jax.Array, rows: StateRows) -> jax.Array:
+    """float32[T, C] of packed tokens x [T, C], after W - 1 inputs [R, C] before them. weight: [C, W]."""
     num_taps, num_tokens = weight.shape[1], x.shape[0]
     # How many tokens of its row come before each token. The tokens behind all rows do not matter.
     starts = jnp.zeros(num_tokens, jnp.int32).at[rows.first].max(rows.first, mode="drop")
@@ -157,11 +165,11 @@ def _sums(x: jax.Array, before: jax.Array, weight: jax.Array, rows: StateRows) -
         earlier = jnp.pad(x, ((back, 0), (0, 0)))[:num_tokens].astype(jnp.float32)
         earlier = jnp.where((number >= back)[:, None], earlier, 0.0)
         out += earlier * weight[None, :, -1 - back]
-    before = before.astype(jnp.float32)
     for offset in range(num_taps - 1):  # tokens so close to the beginning of their row
         missing = sum(
             (
-                before[:, num_taps - 1 + offset - back] * weight[None, :, -1 - back]
+                before[num_taps - 1 + offset - back].astype(jnp.float32)
+                * weight[None, :, -1 - back]
                 for back in range(offset + 1, num_taps)
             ),
             start=jnp.float32(0),
@@ -171,17 +179,17 @@ def _sums(x: jax.Array, before: jax.Array, weight: jax.Array, rows: StateRows) -
     return out
 
 
-def _last_inputs(x: jax.Array, before: jax.Array, rows: StateRows) -> jax.Array:
-    """[R, W - 1, C]: the last inputs after each row's tokens x [T, C], or those of the sibling's parent."""
-    num_kept = before.shape[1]
-    place = jnp.arange(num_kept, dtype=jnp.int32)[None]
-    number = (
-        rows.num_tokens[:, None] - num_kept + place
-    )  # of the row's tokens; negative: before them
-    own = x[jnp.clip(rows.first[:, None] + number, 0, x.shape[0] - 1)]
-    older = jnp.clip(num_kept + number, 0, num_kept - 1)[..., None]
-    older = jnp.take_along_axis(before, older, axis=1)
-    return jnp.where((number >= 0)[..., None], own, older)[rows.parents]
+def _last_inputs(x: jax.Array, before: list[jax.Array], rows: StateRows) -> list[jax.Array]:
+    """W - 1 times [R, C]: the last inputs after each row's tokens x [T, C], or those of the sibling's parent."""
+    num_kept, last = len(before), []
+    for place in range(num_kept):
+        number = rows.num_tokens - num_kept + place  # of the row's tokens; negative: before them
+        own = x[jnp.clip(rows.first + number, 0, x.shape[0] - 1)]
+        for num_tokens in range(num_kept - place):
+            is_so = (rows.num_tokens == num_tokens)[:, None]
+            own = jnp.where(is_so, before[num_tokens + place], own)
+        last.append(own[rows.parents])
+    return last
 
 
 @partial(jax.jit, static_argnames="one_token_per_row")
