@@ -34,7 +34,7 @@ from jaxpage.research_config import ResearchConfig, ResearchSpec
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.encoder import make_picture_spec
 from jaxpage.runner.lowering import Lowerings, num_bytes
-from jaxpage.runner.memory import SequenceFootprint
+from jaxpage.runner.memory import SequenceFootprint, free_ram
 from jaxpage.runner.spec import PictureSpec, StepSpec
 from jaxpage.runner.strict import check_strict
 from jaxpage.sampling.features import processors_of
@@ -316,7 +316,14 @@ def make_engine_spec(
         device_memory=hardware.memory_bytes,
     )
     model, quantization, quantised = abstract_model(hf_config, config, mesh)
-    config = with_recurrent_state(replace(config, quantization=quantization), model.config)
+    num_devices = 1 if mesh is None else mesh.size
+    config = with_recurrent_state(
+        replace(config, quantization=quantization),
+        model.config,
+        num_seqs=options.max_num_seqs,
+        device_bytes=hardware.memory_bytes or free_ram(),
+        num_devices=num_devices,
+    )
     if config.numerics == "strict":
         check_strict(config, model.config, hardware.platform)
     if config.record_expert_load and model.config.experts is None:
@@ -331,7 +338,6 @@ def make_engine_spec(
         )
     if config.research is not None:
         _check_research(config, model, mesh)
-    num_devices = 1 if mesh is None else mesh.size
     groups = kv_groups(model.config, max_model_len=config.max_model_len, num_devices=num_devices)
     where: dict[str, Any] = {"hardware": hardware, "mesh": mesh}
     choice = choose_pool(config, model.config, num_arrays=groups.num_arrays, **where)

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
-
-import jax
 
 from jaxpage.config import ResolvedConfig
 from jaxpage.draft_model import DraftModel
 from jaxpage.engine_spec import EngineSpec, LoadedModel, bytes_on_one_device
 from jaxpage.hub import display_name
 from jaxpage.ops.attention import describe
-from jaxpage.runner.lowering import num_bytes
+from jaxpage.recurrent_state import sequence_bytes
 from jaxpage.runner.programs import Programs
-from jaxpage.runner.recurrence import recurrent_fields
 from jaxpage.weights.spec import specs
 
 logger = logging.getLogger("jaxpage")
@@ -110,23 +106,22 @@ def device_line(spec: EngineSpec) -> str:
 
 def kv_cache_line(spec: EngineSpec) -> str:
     pool = spec.pool
-    pool_bytes = sum(each.num_bytes for each in spec.pools)
+    num_bytes = sum(each.num_bytes for each in spec.pools)
     # A token has a slot in each group; the null block holds none.
     num_tokens = (pool.num_blocks - 1) * pool.block_size // len(spec.groups.windows)
     return (
         f"KV cache  {num_tokens:,} tokens in {pool.num_blocks:,} blocks of {pool.block_size}, "
-        f"{_short(pool_bytes)}B in {spec.config.kv_cache_dtype}; a sequence has at most "
+        f"{_short(num_bytes)}B in {spec.config.kv_cache_dtype}; a sequence has at most "
         f"{spec.config.max_model_len:,} tokens"
     )
 
 
 def recurrent_state_line(spec: EngineSpec) -> str:
     """Its bytes on all devices, and what the engine does without."""
-    step = spec.step_spec
-    assert step.gated_delta is not None
-    make = partial(recurrent_fields, step.gated_delta, step.num_slots, step.dtype)
-    size = _short(num_bytes(jax.eval_shape(make)))
-    return f"state     {size}B of recurrent state for {spec.config.max_num_seqs} sequences; no prefix cache"
+    model, number = spec.model.config, spec.config.max_num_seqs
+    assert model.gated_delta is not None
+    size = _short(number * sequence_bytes(model.gated_delta, model.dtype))
+    return f"state     {size}B of recurrent state for {number} sequences; no prefix cache"
 
 
 def programs_line(programs: Sequence[Programs], *, ahead_of_time: bool) -> str:
