@@ -72,13 +72,19 @@ def step_times(measured: dict[str, Any], estimated: Estimate) -> list[StepTime]:
     models += [without_head(drafts["model"])] if drafts and drafts["model"] else []
     seconds = sum(
         max(
-            chunk * model["flops_per_token"] / chip["flops_per_second"],
+            chunk * _flops_in_prompts(model) / chip["flops_per_second"],
             model["bytes_per_step"] / chip["bytes_per_second"],
         )
         for model in models
     )
     found.append(_step(f"prefill {chunk} tokens", parts, 1000 * seconds))
     return found
+
+
+def _flops_in_prompts(model: dict[str, Any]) -> int:
+    """Of a token of a prompt, without attention."""
+    recurrence = model["recurrence"]
+    return model["flops_per_token"] + (recurrence["flops_in_prompts"] if recurrence else 0)
 
 
 def _step(name: str, parts: list[Part], at_best: float) -> StepTime:
@@ -163,33 +169,38 @@ def _kernels_of(
     drafts = measured["drafts"] and measured["drafts"]["model"]
     if not drafts or program["name"].startswith("draft"):
         return kernels
-    own, other = (each["attention_flops"] // 4 for each in (measured, drafts))
+    own, other = ({x["width"] for x in each["attention_kinds"]} for each in (measured, drafts))
     is_for_drafts = model is drafts
-    return [x for x in kernels if (x.get("width") == other != own) == is_for_drafts]
+    return [x for x in kernels if (x.get("width") in other - own) == is_for_drafts]
 
 
 def _bundles(model: dict[str, Any], kernel: dict[str, Any], case: tuple[int, int, int]) -> float:
-    """The bundles of all calls of an attention kernel. Layers with a window call it for fewer keys."""
+    """The bundles of all calls of an attention kernel, by layers with results of its width. Those with a window call it
+    for fewer keys.
+    """
     (count, query_len, kv_len), region = case, Region.of(kernel["program"])
-    tiles = model["attention_tiles"]["decode" if query_len == 1 else "prefill"]
-    num_layers = sum(layers for _, layers in model["kv_groups"])
+    all_kinds = model["attention_kinds"]
+    kinds = [kind for kind in all_kinds if kind["width"] == kernel.get("width")] or all_kinds
+    num_layers = sum(kind["layers"] for kind in kinds)
     total = 0.0
-    for window, layers in model["kv_groups"]:
-        rows = Rows(count=count, query_len=query_len, kv_len=kv_len, window=window, **tiles)
-        total += kernel["count"] * layers / num_layers * bundles(region, rows)
+    for kind in kinds:
+        tiles = kind["tiles"]["decode" if query_len == 1 else "prefill"]
+        rows = Rows(count=count, query_len=query_len, kv_len=kv_len, window=kind["window"], **tiles)
+        total += kernel["count"] * kind["layers"] / num_layers * bundles(region, rows)
     return total
 
 
 def _seconds_of_pairs(
     chip: dict[str, Any], model: dict[str, Any], case: tuple[int, int, int]
 ) -> float:
-    """Of all pairs of a query and a key that it sees, on a GPU."""
+    """Of all pairs of a query and a key that it sees, on a GPU: 4 flops for each number of the layer's outputs."""
     count, query_len, kv_len = case
-    pairs = count * sum(
-        layers * sum(_seen(end, window) for end in range(kv_len - query_len + 1, kv_len + 1))
-        for window, layers in model["kv_groups"]
+    ends = range(kv_len - query_len + 1, kv_len + 1)
+    flops = sum(
+        4 * kind["width"] * kind["layers"] * count * sum(_seen(end, kind["window"]) for end in ends)
+        for kind in model["attention_kinds"]
     )
-    return pairs * model["attention_flops"] / (chip["flops_per_second"] * chip["product_share"])
+    return flops / (chip["flops_per_second"] * chip["product_share"])
 
 
 def _seen(num_keys: int, window: int | None) -> int:
