@@ -12,7 +12,7 @@ from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from pallas_kernels.delta_rule.cases import Case
-from pallas_kernels.delta_rule.reference import Rows
+from pallas_kernels.delta_rule.reference import Rows, Tokens
 from tests.aot.program import Program
 from tests.aot.shapes import spec
 
@@ -53,15 +53,8 @@ def _lower(case: Case) -> Any:
 
     heads = (case.most, case.keys, case.values)
     keys, gates = spec((*heads[:2], case.key_dim), "float32"), spec(heads, "float32")
-    rows = Rows(
-        slots=spec((case.most,), "int32"),
-        begins=spec((case.most,), "bool"),
-        q=keys,
-        k=keys,
-        v=spec((*heads, case.value_dim), "float32"),
-        decay=gates,
-        beta=gates,
-    )
+    tokens = Tokens(keys, keys, spec((*heads, case.value_dim), "float32"), gates, gates)
+    rows = Rows(spec((case.most,), "int32"), spec((case.most,), "bool"), tokens)
     states = spec(_states(case), "float32")
     return jax.jit(one_token, donate_argnums=0).lower(states, rows, spec((), "int32"))
 
