@@ -1,4 +1,4 @@
-"""The kernel of the gated delta rule for the states of models, and of what is odd."""
+"""The kernels of the gated delta rule for the states of models, and of what is odd."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from pallas_kernels.delta_rule.cases import Case
-from pallas_kernels.delta_rule.reference import Rows, Tokens
+from pallas_kernels.delta_rule.reference import Parts, Rows, Tokens
 from tests.aot.program import Program
 from tests.aot.shapes import spec
 
@@ -29,6 +29,18 @@ CALLS = (
 )
 
 
+# (windows, slots, keys, values of each, value dim), windows of 64 tokens.
+WINDOWS = {
+    "windows-qwen3.5-0.8b": (32, 65, 16, 1, 128),
+    "windows-qwen3.5-4b": (32, 129, 16, 2, 128),
+    "windows-qwen3.5-4b-one": (1, 129, 16, 2, 128),
+    "windows-qwen3.5-27b-of-tp4": (32, 65, 4, 3, 128),
+    "windows-one-key-of-tp16": (32, 65, 1, 2, 128),
+    "windows-wide-values": (4, 9, 3, 1, 256),
+}
+NAMES = (*(case.name for case in CALLS), *WINDOWS)
+
+
 def programs(target: str) -> Iterator[Program]:
     import jax
 
@@ -37,7 +49,15 @@ def programs(target: str) -> Iterator[Program]:
             yield Program(
                 name=case.name,
                 lower=partial(_lower, case),
-                look=partial(_look, case),
+                look=partial(_look, _states(case)),
+                observers=(sys.modules[__name__],),
+            )
+        for name, (num_windows, num_slots, keys, values, value_dim) in WINDOWS.items():
+            states = (num_slots, keys, values, 128, value_dim)
+            yield Program(
+                name=name,
+                lower=partial(_lower_windows, num_windows, states),
+                look=partial(_look, states),
                 observers=(sys.modules[__name__],),
             )
 
@@ -59,9 +79,24 @@ def _lower(case: Case) -> Any:
     return jax.jit(one_token, donate_argnums=0).lower(states, rows, spec((), "int32"))
 
 
-def _look(case: Case, compiled: Any, log: str) -> dict[str, Any]:
+def _lower_windows(num_windows: int, states: tuple[int, ...]) -> Any:
+    import jax
+
+    from pallas_kernels.delta_rule.tpu_windows import by_windows
+
+    _, num_keys, num_values, key_dim, value_dim = states
+    heads = (num_windows, 64, num_keys)
+    keys, gates = spec((*heads, key_dim), "float32"), spec((*heads, num_values), "float32")
+    windows = Tokens(keys, keys, spec((*heads, num_values, value_dim), "float32"), gates, gates)
+    index, flag = spec((num_windows + 8,), "int32"), spec((num_windows + 8,), "bool")
+    parts = Parts(index, index, index, index, flag, flag)
+    arguments = (spec(states, "float32"), windows, parts, spec((), "int32"))
+    return jax.jit(by_windows, donate_argnums=0).lower(*arguments)
+
+
+def _look(states: tuple[int, ...], compiled: Any, log: str) -> dict[str, Any]:
     contents = parse(compiled.as_text() or "")
     return {
         "kernel_calls": len(kernel_calls(contents)),
-        "copies": list(copies_of_size(contents, [_states(case)])),
+        "copies": list(copies_of_size(contents, [states])),
     }

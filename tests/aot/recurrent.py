@@ -97,5 +97,5 @@ def _look(
     states = (num_slots, *heads, sizes.key_dim, sizes.value_dim)
     return look(job, place.whole, name, compiled, log) | {
         "state_copies": list(copies_of_size(contents, [states])),
-        "delta_calls": sum("delta_rule/pallas_call" in call for call, _ in kernel_calls(contents)),
+        "delta_calls": sum("delta_rule" in call for call, _ in kernel_calls(contents)),
     }

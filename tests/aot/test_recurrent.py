@@ -34,11 +34,14 @@ def test_pool_and_states_stay_where_they_are(found):
 
 
 def test_kernels_serve_on_tpus(place, found):
-    """Attention in two launches in steps with prompts, see `paged_attention.tpu`, and the delta rule."""
+    """In steps with prompts two launches of attention, see `paged_attention.tpu`, and two of the delta rule: by
+    windows, and for rows of one token.
+    """
     decode, forward = (len(each["attention_calls"]) for each in found)
     of_states = [each["delta_calls"] for each in found]
     if place.target == "h200":
         assert decode > 0 and forward > 0 and of_states == [0, 0]
     else:
         assert (decode, forward) == (ATTENTION_LAYERS, 2 * ATTENTION_LAYERS)
-        assert of_states == [LAYERS - ATTENTION_LAYERS] * 2
+        recurrent = LAYERS - ATTENTION_LAYERS
+        assert of_states == [recurrent, 2 * recurrent]
