@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.ops.delta_rule import Tokens, whole
+from jaxpage.ops.delta_rule import whole
+from pallas_kernels.delta_rule.reference import Tokens
 
 
 class Recurrence(Protocol):

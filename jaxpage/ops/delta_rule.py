@@ -1,105 +1,33 @@
-"""The gated delta rule (https://arxiv.org/abs/2412.06464) for chunks of tokens.
+"""The gated delta rule, see `pallas_kernels/delta_rule/reference.py`, for whole sequences. All is float32.
 
-A head's state S [D, F] maps keys to values. A token decays it, S' = exp(g) S, and corrects the value of its key k by
-the share b: S = S' + k (b (v - S'^T k))^T; its output is S^T q. Over a chunk this is a triangular system
-(https://arxiv.org/abs/2406.06484; transformers' `torch_chunk_gated_delta_rule`). All is float32.
-
-Letters: T tokens, C tokens of a chunk, N key heads, J value heads for each, D key dim, F value dim, B batch.
+Letters: T tokens, N key heads, J value heads for each, D key dim, F value dim, B batch.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.delta_rule.chunks import advance, prepare
+from pallas_kernels.delta_rule.reference import Tokens
+
 CHUNK = 64  # tokens
 _NORM_EPS = 1e-6  # of transformers' `l2norm`
-# TPUs would round the inputs of products to bfloat16, and the state adds up the errors of all tokens. HIGH are three
-# products of bfloat16: within 2^-16.
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGH)
-
-
-class Tokens(NamedTuple):
-    """What tokens do to the state, float32, with any leading axes. A token of zeros does nothing."""
-
-    q: jax.Array  # [..., N, D], of length 1 / sqrt(D)
-    k: jax.Array  # [..., N, D], of length 1
-    v: jax.Array  # [..., N, J, F]
-    log_decay: jax.Array  # [..., N, J], at most 0
-    beta: jax.Array  # [..., N, J], in 0..1
 
 
 def to_tokens(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array
 ) -> Tokens:
-    """Tokens of q and k of any length."""
+    """Tokens of q and k of any length: here k has length 1, and q 1 / sqrt(D)."""
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     return Tokens(_unit(q) * q.shape[-1] ** -0.5, _unit(k), v, log_decay, beta)
 
 
 def _unit(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _NORM_EPS)
-
-
-class Chunk(NamedTuple):
-    """What does not depend on the state of C tokens, of one sequence or of several one after the other."""
-
-    # With the sum of all values that other tokens of the chunk replace.
-    v: jax.Array  # [N, J, C, F]
-    k: jax.Array  # [N, J, C, D]: what of the state before the chunk to subtract from v
-    q: jax.Array  # [N, J, C, D]: what of that state is in the output
-    scores: jax.Array  # [N, J, C, C]: how much of each token's v is in the output of another
-    left: (
-        jax.Array
-    )  # [N, J, C, D]: keys, less what decays until the last token of the sequence here
-    decay: jax.Array  # [N, J, C]: of the state, from before the chunk to that token
-
-
-def prepare(tokens: Tokens, sequence: jax.Array) -> Chunk:
-    """tokens: [C, ...]; sequence: int32[C], in ascending order, which one each token is of."""
-    same = sequence[:, None] == sequence[None]
-    size = sequence.size
-    first = jnp.argmax(same, axis=1)
-    last = size - 1 - jnp.argmax(same[:, ::-1], axis=1)
-    log_decay, beta = (x.transpose(1, 2, 0) for x in (tokens.log_decay, tokens.beta))
-    total = jnp.cumsum(log_decay, axis=-1)  # [N, J, C]
-    start, end = (total - log_decay)[..., first], total[..., last]
-    visible = (same & jnp.tril(jnp.ones((size, size), jnp.bool_)))[None, None]
-    between = total[..., :, None] - total[..., None, :]
-    decay = jnp.exp(jnp.where(visible, between, -jnp.inf))
-    q, k, v = tokens.q, tokens.k, tokens.v.transpose(1, 2, 0, 3)
-    keys = _einsum("tnd,snd->nts", k, k)[:, None]
-    inverse = unit_lower_inverse(jnp.tril(beta[..., None] * keys * decay, -1))
-    q, k = (x.transpose(1, 0, 2)[:, None] for x in (q, k))  # [N, 1, C, D]
-    since = jnp.exp(total - start)[..., None]
-    return Chunk(
-        v=_einsum("njts,njsf->njtf", inverse, beta[..., None] * v),
-        k=_einsum("njts,njsd->njtd", inverse, beta[..., None] * since * k),
-        q=since * q,
-        scores=_einsum("nitd,nisd->nits", q, k) * decay,
-        left=jnp.exp(end - total)[..., None] * k,
-        decay=jnp.exp(end - start),
-    )
-
-
-def advance(
-    state: jax.Array, chunk: Chunk, is_own: jax.Array, last: jax.Array | int
-) -> tuple[jax.Array, jax.Array]:
-    """The state [N, J, D, F] of a sequence after a chunk, and outputs [N, J, C, F], which mean nothing for others.
-
-    is_own: bool[C], its tokens; last: index of the last one.
-    """
-    new = chunk.v - _einsum("njtd,njdf->njtf", chunk.k, state)
-    new = jnp.where(is_own[None, None, :, None], new, 0.0)
-    out = _einsum("njtd,njdf->njtf", chunk.q, state)
-    out += _einsum("njts,njsf->njtf", chunk.scores, new)
-    decay = lax.dynamic_index_in_dim(chunk.decay, last, axis=2)
-    state = state * decay[..., None] + _einsum("njtd,njtf->njdf", chunk.left, new)
-    return state, out
 
 
 def whole(tokens: Tokens) -> jax.Array:
@@ -123,23 +51,3 @@ def whole(tokens: Tokens) -> jax.Array:
     _, outputs = lax.scan(step, start, chunks)  # [chunks, B, N, J, CHUNK, F]
     joined = outputs.transpose(1, 0, 4, 2, 3, 5)
     return joined.reshape(batch, num_chunks * CHUNK, *heads, value_dim)[:, :num_tokens]
-
-
-def unit_lower_inverse(lower: jax.Array) -> jax.Array:
-    """The inverse of I + `lower`, strictly lower triangular [..., C, C].
-
-    From inverses of diagonal blocks to those of blocks twice as large: with X the inverses of two neighbours and B what
-    is below the first, left of the second, the inverse of both is X - X B X. As exact as forward substitution.
-    """
-    size = lower.shape[-1]
-    index = jnp.arange(size)
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
-    width = 1
-    while width < size:
-        of_two, block = index // (2 * width), index // width
-        is_corner = (of_two[:, None] == of_two[None]) & (block[:, None] != block[None])
-        corner = jnp.where(is_corner.reshape(*[1] * (lower.ndim - 2), size, size), lower, 0.0)
-        below = _einsum("...ij,...jk->...ik", corner, inverse)
-        inverse = inverse - _einsum("...ij,...jk->...ik", inverse, below)
-        width *= 2
-    return inverse

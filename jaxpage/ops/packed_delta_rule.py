@@ -1,12 +1,9 @@
-"""The gated delta rule for the packed tokens of a step, whose sequences have states in slots.
+"""The gated delta rule for the packed tokens of a step: by the kernels of a TPU where they can serve, else by XLA.
 
-Tokens are divided into windows of CHUNK, wherever rows begin and end. What does not depend on states is computed for
-all windows at once, and then the parts of rows in windows follow one after the other. Rows of one token need no window:
-on a TPU a kernel computes them in place.
+Tokens are divided into windows of CHUNK, wherever rows begin and end, and a row has a part in each window that it
+reaches into. Rows of one token need no window.
 
-All loops run as often as there is work, and change the slots in place: a conditional would copy them.
-
-Letters: Q slots, R rows, T tokens, W windows; the others as in `delta_rule`.
+Letters: Q slots, R rows, T tokens, W windows; the others as in `pallas_kernels/delta_rule/reference.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpage.ops.delta_rule import CHUNK, Tokens, advance, prepare
+from jaxpage.ops.delta_rule import CHUNK
 from jaxpage.ops.lists import chosen_first
 from jaxpage.plan import NULL_SLOT
-from pallas_kernels.delta_rule import tpu, xla
-from pallas_kernels.delta_rule.reference import Rows
+from pallas_kernels.delta_rule import tpu, tpu_windows, xla
+from pallas_kernels.delta_rule.reference import Parts, Rows, Tokens
 from pallas_kernels.lists import expand
 
 _TOGETHER = 8  # rows of one token, in steps with longer ones
@@ -76,28 +73,25 @@ def _by_windows(field: jax.Array, tokens: Tokens, rows: StateRows) -> tuple[jax.
         x = jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0)
         return x.reshape(num_windows, CHUNK, *x.shape[1:])
 
-    sequence = row_of.reshape(num_windows, CHUNK)
-    windows = jax.vmap(prepare)(jax.tree.map(by_window, tokens), sequence)
-    last_token = rows.first + rows.num_tokens - 1
-    num_parts = jnp.where(is_several, last_token // CHUNK - rows.first // CHUNK + 1, 0)
-    part_rows, numbers, total = expand(num_parts, num_windows + rows.slots.size)
-
-    def one_part(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
-        field, out = carry
-        row, number = part_rows[index], numbers[index]
-        slot, window = rows.slots[row], rows.first[row] // CHUNK + number
-        state = jnp.where(rows.begins[row] & (number == 0), 0.0, field[slot])
-        chunk = jax.tree.map(lambda x: x[window], windows)
-        is_own = sequence[window] == row
-        last = jnp.minimum(last_token[row] - window * CHUNK, CHUNK - 1)
-        state, new = advance(state, chunk, is_own, last)
-        new = jnp.where(is_own[None, None, :, None], new, out[window])
-        return field.at[slot].set(state), out.at[window].set(new)
-
-    _, num_heads, num_values, value_dim = tokens.v.shape
-    out = jnp.zeros((num_windows, num_heads, num_values, CHUNK, value_dim), jnp.float32)
-    field, out = lax.fori_loop(0, total[0], one_part, (field, out))
-    out = out.transpose(0, 3, 1, 2, 4).reshape(-1, *tokens.v.shape[1:])
+    windows = jax.tree.map(by_window, tokens)
+    end = rows.first + rows.num_tokens
+    num_parts = jnp.where(is_several, (end - 1) // CHUNK - rows.first // CHUNK + 1, 0)
+    row, numbers, total = expand(num_parts, num_windows + rows.slots.size)
+    window = jnp.minimum(rows.first[row] // CHUNK + numbers, num_windows - 1)
+    exists = jnp.arange(row.size) < total[0]
+    parts = Parts(
+        window=window,
+        first=jnp.maximum(rows.first[row] - window * CHUNK, 0),
+        end=jnp.minimum(end[row] - window * CHUNK, CHUNK),
+        slots=jnp.where(exists, rows.slots[row], NULL_SLOT),
+        is_first=numbers == 0,
+        begins=rows.begins[row],
+    )
+    kernel = xla.by_windows if tpu_windows.unsupported_reason(field) else tpu_windows.by_windows
+    field, out = lax.platform_dependent(
+        field, windows, parts, total[0], tpu=kernel, default=xla.by_windows
+    )
+    out = jnp.where(counts[:, None, None, None], out.reshape(-1, *tokens.v.shape[1:]), 0.0)
     return field, out[:num_tokens]
 
 
@@ -114,15 +108,10 @@ def _singles(
     order, number = chosen_first(is_single)
     exists = jnp.arange(order.size) < number
     first = rows.first[order]
-    q, k, v, log_decay, beta = (x[first] for x in tokens)
     given = Rows(
         slots=jnp.where(exists, rows.slots[order], NULL_SLOT),
         begins=rows.begins[order],
-        q=q,
-        k=k,
-        v=v,
-        decay=jnp.exp(log_decay),
-        beta=beta,
+        tokens=jax.tree.map(lambda x: x[first], tokens),
     )
     by_xla = partial(xla.one_token, together=together)
     kernel = by_xla if tpu.unsupported_reason(field) else tpu.one_token

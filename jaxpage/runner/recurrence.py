@@ -23,13 +23,13 @@ from jax.typing import DTypeLike
 
 from jaxpage.batch import StepBatch
 from jaxpage.models.config import GatedDelta
-from jaxpage.ops.delta_rule import Tokens
 from jaxpage.ops.packed_delta_rule import StateRows, of_packed_tokens, of_single_tokens
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.plan import NULL_SLOT
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.kept_rows import put_rows, words_of
 from jaxpage.sampling.fields import RequestState
+from pallas_kernels.delta_rule.reference import Tokens
 
 _INPUTS, _STATE = "convolution_{}", "delta_state_{}"  # names of a layer's fields
 

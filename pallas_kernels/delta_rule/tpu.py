@@ -1,4 +1,4 @@
-"""The gated delta rule for a token of each row on a TPU: each state is read and written once, in place.
+"""The gated delta rule for rows of one token on a TPU: each state is read and written once, in place.
 
 A step of the grid has some heads of a row. A head's state is 16 registers of D x F; keys and queries are columns, which
 are broadcast along the lanes. XLA would gather the states of all rows, and read and write them three times.
@@ -98,6 +98,7 @@ def one_token(
         name="delta_rule",
     )
     scalars: tuple[Any, ...] = (rows.slots, rows.begins.astype(jnp.int32), number[None])
-    tokens = (columns(rows.q), columns(rows.k), rows.v.reshape(shape), lanes(rows.decay))
-    new_states, out = call(*scalars, states, *tokens, lanes(rows.beta))
-    return new_states, out.reshape(rows.v.shape)
+    q, k, v, log_decay, beta = rows.tokens
+    gates = lanes(jnp.exp(log_decay)), lanes(beta)
+    new_states, out = call(*scalars, states, columns(q), columns(k), v.reshape(shape), *gates)
+    return new_states, out.reshape(v.shape)

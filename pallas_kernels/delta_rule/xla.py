@@ -1,4 +1,7 @@
-"""The gated delta rule for a token of each row in plain XLA, for every platform."""
+"""The gated delta rule for packed tokens in plain XLA, for every platform.
+
+Loops run as often as there is work, and change the states in place: a conditional would copy them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.delta_rule.reference import Rows, next_state
+from pallas_kernels.delta_rule.chunks import advance, prepare
+from pallas_kernels.delta_rule.reference import Parts, Rows, Tokens, next_state
 
 
 def one_token(
@@ -24,12 +28,40 @@ def one_token(
         first = index * together
         own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, together), padded)
         before = jnp.where(own.begins[:, None, None, None, None], 0.0, states[own.slots])
-        after, new = next_state(before, own)
+        after, new = next_state(before, own.tokens)
         is_row = first + jnp.arange(together) < number
         where = jnp.where(is_row, own.slots, states.shape[0])
         states = states.at[where].set(after, mode="drop")
         return states, lax.dynamic_update_slice_in_dim(out, new, first, 0)
 
-    out = jnp.zeros_like(padded.v)
+    out = jnp.zeros_like(padded.tokens.v)
     states, out = lax.fori_loop(0, -(-number // together), some, (states, out))
     return states, out[:size]
+
+
+def by_windows(
+    states: Float[Array, "Q N J D F"], windows: Tokens, parts: Parts, number: Int[Array, ""]
+) -> tuple[Float[Array, "Q N J D F"], Float[Array, "W C N J F"]]:
+    """`reference.by_windows`. What does not depend on states is computed for all windows at once."""
+    num_windows, size, *heads, value_dim = windows.v.shape
+    place = jnp.arange(size, dtype=jnp.int32)
+    is_part = jnp.arange(parts.window.size) < number
+    # Of each token, the part that it is in: the last one that begins at or before it.
+    begin = jnp.where(is_part, parts.window * size + parts.first, num_windows * size)
+    part_of = jnp.zeros(num_windows * size, jnp.int32).at[begin].add(1, mode="drop")
+    sequence = jnp.cumsum(part_of, dtype=jnp.int32).reshape(num_windows, size)
+    chunks = jax.vmap(prepare)(windows, sequence)
+
+    def one_part(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
+        states, out = carry
+        part = jax.tree.map(lambda x: x[index], parts)
+        state = jnp.where(part.is_first & part.begins, 0.0, states[part.slots])
+        is_own = (place >= part.first) & (place < part.end)
+        chunk = jax.tree.map(lambda x: x[part.window], chunks)
+        state, new = advance(state, chunk, is_own, part.end - 1)
+        new = jnp.where(is_own[None, None, :, None], new, out[part.window])
+        return states.at[part.slots].set(state), out.at[part.window].set(new)
+
+    out = jnp.zeros((num_windows, *heads, size, value_dim), jnp.float32)
+    states, out = lax.fori_loop(0, number, one_part, (states, out))
+    return states, jnp.moveaxis(out, 3, 1)

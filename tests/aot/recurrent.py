@@ -5,15 +5,23 @@ experts. Each with eight layers.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxpage.aot.contents import copies_of_size, kernel_calls
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from tests.aot.program import Program
 from tests.aot.steps import Place, environment, look, lower
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxpage.aot.worker import CompileJob
 
 __all__ = ["TARGETS", "environment", "programs"]
 
@@ -73,5 +81,21 @@ def programs(target: str) -> Iterator[Program]:
             yield Program(
                 name=name,
                 lower=partial(lower, job, name),
-                look=partial(look, job, place.whole, name),
+                look=partial(_look, job, place, name),
+                observers=(sys.modules[__name__],),
             )
+
+
+def _look(
+    job: CompileJob, place: Place, name: str, compiled: jax.stages.Compiled, log: str
+) -> dict[str, Any]:
+    """Also what is made as large as the states of a layer, and the kernels that change these."""
+    contents = parse(compiled.as_text() or "")
+    sizes, num_slots = job.spec.model.config.gated_delta, job.spec.step_spec.num_slots
+    assert sizes is not None
+    heads = (sizes.num_key_heads // place.num_devices, sizes.values_per_key)
+    states = (num_slots, *heads, sizes.key_dim, sizes.value_dim)
+    return look(job, place.whole, name, compiled, log) | {
+        "state_copies": list(copies_of_size(contents, [states])),
+        "delta_calls": sum("delta_rule" in call for call, _ in kernel_calls(contents)),
+    }

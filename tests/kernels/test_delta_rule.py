@@ -1,4 +1,4 @@
-"""One token of the gated delta rule for rows in slots: XLA, and the kernel, interpreted, against the reference."""
+"""The gated delta rule for rows in slots: XLA, and the kernels, interpreted, against the reference."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races have no public name
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.delta_rule import cases, reference, tpu, xla
-from pallas_kernels.delta_rule.cases import CASES, Case
+from pallas_kernels.delta_rule import cases, reference, tpu, tpu_windows, xla
+from pallas_kernels.delta_rule.cases import CASES, WINDOW_CASES, Case, WindowCase
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -61,4 +61,51 @@ def test_the_kernel(case):
 )
 def test_which_states_the_kernel_serves(shape, reason):
     found = tpu.unsupported_reason(jax.ShapeDtypeStruct(shape, np.float32))
+    assert found is None if reason is None else reason in str(found)
+
+
+def check_windows(found, case: WindowCase) -> None:
+    """Other slots are as they were, to the bit. Kernels add up three products of bfloat16."""
+    arguments = cases.window_arguments(case)
+    states, out = map(np.asarray, found)
+    wanted, wanted_out = map(np.asarray, reference.by_windows(**arguments))
+    own = np.array([slot for slot, *_ in case.rows], int)
+    others = np.setdiff1d(np.arange(1, len(states)), own)
+    np.testing.assert_array_equal(states[others], wanted[others])
+    assert np.isfinite(wanted[own]).all()
+    np.testing.assert_allclose(states[own], wanted[own], atol=5e-5, rtol=0)
+    out, wanted_out = (x.reshape(-1, *x.shape[2:]) for x in (out, wanted_out))
+    for _, first, end, _ in case.rows:
+        np.testing.assert_allclose(out[first:end], wanted_out[first:end], atol=5e-5, rtol=0)
+
+
+each_window_case = pytest.mark.parametrize("case", WINDOW_CASES, ids=lambda case: case.name)
+
+
+@pytest.mark.slow
+@each_window_case
+def test_xla_by_windows(case):
+    check_windows(jax.jit(xla.by_windows)(**cases.window_arguments(case)), case)
+
+
+@pytest.mark.slow
+@each_window_case
+def test_the_kernel_by_windows(case):
+    run = jax.jit(partial(tpu_windows.by_windows, interpret=INTERPRETED))
+    check_windows(run(**cases.window_arguments(case)), case)
+    assert interpret_pallas_call.races is not None
+    assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((8, 16, 2, 128, 128), None),
+        ((8, 2, 1, 128, 256), None),
+        ((8, 2, 1, 64, 128), "64 x 128 are not whole registers"),
+        ((8, 2, 9, 128, 128), "9 states of 128 x 128"),
+    ],
+)
+def test_which_states_the_kernel_for_windows_serves(shape, reason):
+    found = tpu_windows.unsupported_reason(jax.ShapeDtypeStruct(shape, np.float32))
     assert found is None if reason is None else reason in str(found)

@@ -9,8 +9,9 @@ import pytest
 
 from jaxpage.models.recurrence import WholeSequences
 from jaxpage.ops import delta_rule
-from jaxpage.ops.delta_rule import CHUNK, to_tokens, unit_lower_inverse
+from jaxpage.ops.delta_rule import CHUNK, to_tokens
 from pallas_kernels.delta_rule import reference
+from pallas_kernels.delta_rule.chunks import unit_lower_inverse
 
 HEADS, VALUES, KEY_DIM, VALUE_DIM = 2, 3, 16, 24
 
@@ -48,12 +49,10 @@ def test_whole_sequences_equal_transformers(name):
 
 def test_chunks_are_tokens_one_by_one():
     tokens = to_tokens(*inputs(CHUNK + 9))
-    slots, begins = jnp.arange(2), jnp.zeros(2, jnp.bool_)
     state = jnp.zeros((2, HEADS, VALUES, KEY_DIM, VALUE_DIM))
     step, expected = jax.jit(reference.next_state), []
     for index in range(CHUNK + 9):
-        q, k, v, log_decay, beta = (x[:, index] for x in tokens)
-        state, out = step(state, reference.Rows(slots, begins, q, k, v, jnp.exp(log_decay), beta))
+        state, out = step(state, jax.tree.map(lambda x, i=index: x[:, i], tokens))
         expected.append(out)
     found = jax.jit(delta_rule.whole)(tokens)
     np.testing.assert_allclose(found, np.stack(expected, axis=1), atol=5e-6, rtol=0)

@@ -10,9 +10,10 @@ import pytest
 from jaxpage.batch import StepBatch
 from jaxpage.models.config import GatedDelta
 from jaxpage.models.recurrence import Recurrence, WholeSequences
-from jaxpage.ops.delta_rule import Tokens, to_tokens
+from jaxpage.ops.delta_rule import to_tokens
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.recurrence import SlotRecurrence, recurrent_fields
+from pallas_kernels.delta_rule.reference import Tokens
 from tests.models.test_delta_rule import HEADS, KEY_DIM, VALUE_DIM, VALUES, inputs
 
 SIZES = GatedDelta(

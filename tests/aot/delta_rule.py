@@ -1,0 +1,102 @@
+"""The kernels of the gated delta rule for the states of models, and of what is odd."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from jaxpage.aot.contents import copies_of_size, kernel_calls
+from jaxpage.aot.hlo import parse
+from jaxpage.aot.targets import parse_target
+from jaxpage.aot.topology import mesh_of
+from pallas_kernels.delta_rule.cases import Case
+from pallas_kernels.delta_rule.reference import Parts, Rows, Tokens
+from tests.aot.program import Program
+from tests.aot.shapes import spec
+
+TARGETS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+
+CALLS = (
+    Case(name="qwen3.5-0.8b", rows=64, most=64, num_slots=65, keys=16, values=1),
+    Case(name="qwen3.5-4b", rows=128, most=128, num_slots=129, keys=16, values=2),
+    Case(name="qwen3.5-4b-one-row", rows=1, most=1, num_slots=129, keys=16, values=2),
+    Case(name="qwen3.5-27b-of-tp4", rows=64, most=64, num_slots=65, keys=4, values=3),
+    Case(name="one-key-of-tp16", rows=64, most=64, num_slots=65, keys=1, values=2),
+    Case(name="narrow-keys", rows=8, most=8, num_slots=9, keys=5, values=1, key_dim=64),
+    Case(name="wide-values", rows=8, most=8, num_slots=9, keys=3, values=1, value_dim=256),
+)
+
+
+# (windows, slots, keys, values of each, value dim), windows of 64 tokens.
+WINDOWS = {
+    "windows-qwen3.5-0.8b": (32, 65, 16, 1, 128),
+    "windows-qwen3.5-4b": (32, 129, 16, 2, 128),
+    "windows-qwen3.5-4b-one": (1, 129, 16, 2, 128),
+    "windows-qwen3.5-27b-of-tp4": (32, 65, 4, 3, 128),
+    "windows-one-key-of-tp16": (32, 65, 1, 2, 128),
+    "windows-wide-values": (4, 9, 3, 1, 256),
+}
+NAMES = (*(case.name for case in CALLS), *WINDOWS)
+
+
+def programs(target: str) -> Iterator[Program]:
+    import jax
+
+    with jax.set_mesh(mesh_of(parse_target(target), 1)):  # Pallas asks it for which chip to lower
+        for case in CALLS:
+            yield Program(
+                name=case.name,
+                lower=partial(_lower, case),
+                look=partial(_look, _states(case)),
+                observers=(sys.modules[__name__],),
+            )
+        for name, (num_windows, num_slots, keys, values, value_dim) in WINDOWS.items():
+            states = (num_slots, keys, values, 128, value_dim)
+            yield Program(
+                name=name,
+                lower=partial(_lower_windows, num_windows, states),
+                look=partial(_look, states),
+                observers=(sys.modules[__name__],),
+            )
+
+
+def _states(case: Case) -> tuple[int, ...]:
+    return (case.num_slots, case.keys, case.values, case.key_dim, case.value_dim)
+
+
+def _lower(case: Case) -> Any:
+    import jax
+
+    from pallas_kernels.delta_rule.tpu import one_token
+
+    heads = (case.most, case.keys, case.values)
+    keys, gates = spec((*heads[:2], case.key_dim), "float32"), spec(heads, "float32")
+    tokens = Tokens(keys, keys, spec((*heads, case.value_dim), "float32"), gates, gates)
+    rows = Rows(spec((case.most,), "int32"), spec((case.most,), "bool"), tokens)
+    states = spec(_states(case), "float32")
+    return jax.jit(one_token, donate_argnums=0).lower(states, rows, spec((), "int32"))
+
+
+def _lower_windows(num_windows: int, states: tuple[int, ...]) -> Any:
+    import jax
+
+    from pallas_kernels.delta_rule.tpu_windows import by_windows
+
+    _, num_keys, num_values, key_dim, value_dim = states
+    heads = (num_windows, 64, num_keys)
+    keys, gates = spec((*heads, key_dim), "float32"), spec((*heads, num_values), "float32")
+    windows = Tokens(keys, keys, spec((*heads, num_values, value_dim), "float32"), gates, gates)
+    index, flag = spec((num_windows + 8,), "int32"), spec((num_windows + 8,), "bool")
+    parts = Parts(index, index, index, index, flag, flag)
+    arguments = (spec(states, "float32"), windows, parts, spec((), "int32"))
+    return jax.jit(by_windows, donate_argnums=0).lower(*arguments)
+
+
+def _look(states: tuple[int, ...], compiled: Any, log: str) -> dict[str, Any]:
+    contents = parse(compiled.as_text() or "")
+    return {
+        "kernel_calls": len(kernel_calls(contents)),
+        "copies": list(copies_of_size(contents, [states])),
+    }

@@ -1,0 +1,47 @@
+"""Steps of models with a recurrent state, compiled for TPUs and an H200 that are not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.aot.compiling import missing, seen
+from tests.aot.recurrent import ATTENTION_LAYERS, LAYERS, PLACES, Place
+from tests.aot.test_steps import check_places
+
+pytestmark = pytest.mark.aot
+
+
+@pytest.fixture(params=PLACES, ids=lambda place: place.name)
+def place(request) -> Place:
+    if reason := missing(request.param.name):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def found(place) -> list[dict]:
+    """`decode`, `forward`"""
+    decode, forward = seen("recurrent", place.name).programs
+    assert decode["bucket"]["decode"] and not forward["bucket"]["decode"]
+    return [decode, forward]
+
+
+def test_pool_and_states_stay_where_they_are(found):
+    check_places(found)
+    for each in found:
+        assert each["num_layers"] == LAYERS
+        assert each["state_copies"] == [], each["name"]
+
+
+def test_kernels_serve_on_tpus(place, found):
+    """In steps with prompts two launches of attention, see `paged_attention.tpu`, and two of the delta rule: by
+    windows, and for rows of one token.
+    """
+    decode, forward = (len(each["attention_calls"]) for each in found)
+    of_states = [each["delta_calls"] for each in found]
+    if place.target == "h200":
+        assert decode > 0 and forward > 0 and of_states == [0, 0]
+    else:
+        assert (decode, forward) == (ATTENTION_LAYERS, 2 * ATTENTION_LAYERS)
+        recurrent = LAYERS - ATTENTION_LAYERS
+        assert of_states == [recurrent, 2 * recurrent]
