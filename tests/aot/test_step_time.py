@@ -262,6 +262,31 @@ def test_prompts_of_a_model_with_a_recurrent_state_take_its_chunks_too():
     assert prefill.at_best == pytest.approx(1.02 * plain.at_best)
 
 
+def test_the_kernels_of_the_delta_rule_take_their_bytes_or_flops():
+    recurrence = {"sequence_bytes": 10**6, "flops_per_token": 10, "flops_in_prompts": 10**9}
+    values = of_tpu() | {"recurrence": recurrence}
+    (attention,) = values["programs"][0]["time"]["kernels"]
+    of_rows = attention | {"name": "delta_rule", "count": 24}
+    values["programs"][0]["time"]["kernels"] = [attention, of_rows]
+    values["programs"][1]["time"] = values["programs"][1]["time"] | {
+        "kernels": [attention, of_rows, of_rows | {"name": "delta_rule_windows"}]
+    }
+    decode, *_, prefill = step_times(values, estimate(values))
+    found = [
+        (part.count, part.ms)
+        for step in (decode, prefill)
+        for part in step.parts
+        if "delta rule" in part.what
+    ]
+    chip = values["chip"]
+    bytes_of_rows, flops = 2 * 64 * 10**6, 2048 * 10**9
+    assert found == [
+        (24, pytest.approx(1000 * bytes_of_rows / chip["bytes_per_second"])),
+        (48, pytest.approx(1000 * flops / chip["flops_per_second"])),
+    ]
+    assert not any("loops once" in part.what for part in decode.parts + prefill.parts)
+
+
 def with_drafts(**time) -> dict:
     """Two drafts a row, by a model that has an eighth of the model's heads; a pass has 24 layers."""
     values = of_tpu()
