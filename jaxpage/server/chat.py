@@ -60,9 +60,7 @@ def prompt_of(server: Server, body: ChatRequest, inputs: InputProcessor) -> Prom
         trust_template=server.options.trust_request_chat_template,
         defaults=server.options.default_chat_template_kwargs,
     )
-    hides_tools = (
-        body.choice() == "none" and server.options.exclude_tools_when_tool_choice_none
-    )
+    hides_tools = body.choice() == "none" and server.options.exclude_tools_when_tool_choice_none
     tools = None if hides_tools else body.tool_list
     (prompt,) = inputs.parse_chat(body.messages, tools=tools, **options)
     return prompt

@@ -1,4 +1,4 @@
-"""/v1/messages, by Anthropic's own client: the same answers as chats, whole and as events, and errors of its classes."""
+"""/v1/messages, by Anthropic's own client: the answers of chats, whole and as events, and errors of its classes."""
 
 from __future__ import annotations
 
@@ -305,9 +305,7 @@ def test_counting_refuses_what_a_message_refuses(client):
     with pytest.raises(anthropic.NotFoundError):
         client.messages.count_tokens(model="claude", messages=MESSAGES)
     with pytest.raises(anthropic.BadRequestError, match="needs tools"):
-        client.messages.count_tokens(
-            model="demo", messages=MESSAGES, tool_choice={"type": "any"}
-        )
+        client.messages.count_tokens(model="demo", messages=MESSAGES, tool_choice={"type": "any"})
     many = client.messages.count_tokens(
         model="demo", messages=[{"role": "user", "content": "ab " * 5000}]
     )
@@ -316,7 +314,9 @@ def test_counting_refuses_what_a_message_refuses(client):
 
 @pytest.mark.slow
 def test_keys_are_taken_where_either_client_writes_them(llm):
-    with serving(llm, api_key=("secret",), admin_api_key="boss", served_model_name=("demo",)) as url:
+    with serving(
+        llm, api_key=("secret",), admin_api_key="boss", served_model_name=("demo",)
+    ) as url:
         for given in ({"api_key": "secret"}, {"auth_token": "secret"}):
             with anthropic.Anthropic(base_url=url, max_retries=0, **given) as client:
                 assert client.messages.create(**BODY).content

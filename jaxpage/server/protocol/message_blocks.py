@@ -160,7 +160,8 @@ def to_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> lis
     found = [{"role": "system", "content": first.content()}] if first.parts else []
     names: dict[str, str] = {}  # of called tools, by the id of the call
     for is_answer, turn in itertools.groupby(rest, lambda message: message.role == "assistant"):
-        found += [_assistant_turn(turn, names)] if is_answer else _user_turn(turn, names)
+        convert = _assistant_turn if is_answer else _user_turn
+        found += convert(turn, names)
     return found
 
 
@@ -208,7 +209,7 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _assistant_turn(messages: Iterable[Any], names: dict[str, str]) -> dict[str, Any]:
+def _assistant_turn(messages: Iterable[Any], names: dict[str, str]) -> list[dict[str, Any]]:
     said, thoughts, calls = _Parts(), [], []
     for message in messages:
         said.add_all(message.content)
@@ -225,7 +226,7 @@ def _assistant_turn(messages: Iterable[Any], names: dict[str, str]) -> dict[str,
         turn["reasoning"] = "\n".join(thoughts)
     if calls:
         turn["tool_calls"] = calls
-    return turn
+    return [turn]
 
 
 def _user_turn(messages: Iterable[Any], names: dict[str, str]) -> list[dict[str, Any]]:

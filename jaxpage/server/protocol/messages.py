@@ -117,7 +117,9 @@ class MessageFields(OpenModel):
 
     def _thinking(self) -> dict[str, Any]:
         """For the chat template, which otherwise decides."""
-        return {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        return (
+            {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        )
 
     def _goes_on(self, messages: list[dict[str, Any]]) -> bool:
         """Whether the answer continues the last message. If that is empty, it is removed. Raises ValueError."""
