@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from jaxpage.server.errors import ApiError
+from jaxpage.server.streaming import event
 
 MESSAGES_PATH = "/v1/messages"
 
@@ -29,12 +30,18 @@ _TYPES = {
 
 def error_response(error: ApiError, scope: Scope) -> JSONResponse:
     """The answer to the request of `scope`, in the format of its path."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if path != MESSAGES_PATH and not path.startswith(f"{MESSAGES_PATH}/"):
+    if not _is_anthropic_s(scope):
         return JSONResponse(error.body(), error.status, error.headers)
-    request_id = Headers(scope=scope).get("x-request-id") or f"req_{uuid.uuid4().hex}"
+    request_id = _request_id(scope)
     headers = error.headers | {"request-id": request_id}
     return JSONResponse(anthropic_body(error, request_id), _status(error), headers)
+
+
+def last_events(error: ApiError, scope: Scope) -> bytes:
+    """The end of a stream that breaks off, in the format of its path."""
+    if _is_anthropic_s(scope):
+        return event(anthropic_body(error, _request_id(scope)), "error")
+    return event(error.body()) + b"data: [DONE]\n\n"
 
 
 def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
@@ -43,6 +50,15 @@ def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
     other = "invalid_request_error" if status < 500 else "api_error"
     detail = {"type": _TYPES.get(status, other), "message": error.body()["error"]["message"]}
     return {"type": "error", "error": detail, "request_id": request_id}
+
+
+def _is_anthropic_s(scope: Scope) -> bool:
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def _request_id(scope: Scope) -> str:
+    return Headers(scope=scope).get("x-request-id") or f"req_{uuid.uuid4().hex}"
 
 
 def _status(error: ApiError) -> int:

@@ -27,6 +27,12 @@ CLIENT_TOOLS = [
     {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS
 ]
 BODY = {"model": "demo", "max_tokens": 20, "messages": MESSAGES}
+OF_CLAUDE_CODE = {
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "metadata": {"user_id": "u"},
+}
 GREEDY = {"extra_body": {"temperature": 0}}
 
 
@@ -112,9 +118,9 @@ def test_events_say_what_the_whole_says(client):
     )
 
 
-def test_events_as_they_are_written(url):
+def test_events_as_they_are_written(url, caplog):
     headers = {"X-Request-Id": "mine", "anthropic-version": "2023-06-01", "anthropic-beta": "x"}
-    body = BODY | {"stream": True, "temperature": 0, "context_management": {"edits": []}}
+    body = BODY | {"stream": True, "temperature": 0} | OF_CLAUDE_CODE
     status, found, text = ask(url, "/v1/messages?beta=true", body, headers=headers)
     assert status == 200 and found["content-type"].startswith("text/event-stream")
     assert found["request-id"] == found["x-request-id"] == "mine"
@@ -127,6 +133,7 @@ def test_events_as_they_are_written(url):
     assert set(names[2:-3]) == {"content_block_delta"}
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert b'"id":"msg_mine"' in text
+    assert "without effect" not in caplog.text  # what is sent with every request is known
 
 
 @pytest.mark.slow

@@ -13,10 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from jaxpage.server.protocol.lists import ListOf
 
-# Claude Code begins its system prompt with a block that differs in every request. With it no prompt would have a
-# prefix in the cache; vLLM leaves it out, too.
-_BILLING = "x-anthropic-billing-header"
-
 
 class _Object(BaseModel):
     """Ignores other fields, such as `cache_control`."""
@@ -145,6 +141,14 @@ class SystemMessage(_Object):
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
+def is_billing(text: object) -> bool:
+    """Whether it is the text with which Claude Code begins its system prompt.
+
+    It differs in every request. With it no prompt would have a prefix in the cache, so it is left out, as in vLLM.
+    """
+    return isinstance(text, str) and text.startswith("x-anthropic-billing-header")
+
+
 def to_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> list[dict[str, Any]]:
     """A conversation for a chat template. Raises ValueError for the result of an unknown call.
 
@@ -197,7 +201,7 @@ class _Parts:
 def _part(block: Any) -> dict[str, Any] | None:
     """OpenAI's part; None for a text that is not for the model, and for other blocks."""
     match block:
-        case TextBlock(text=text) if text and not text.startswith(_BILLING):
+        case TextBlock(text=text) if text and not is_billing(text):
             return _text(text)
         case ImageBlock(source=source):
             return {"type": "image_url", "image_url": {"url": source.address}}
