@@ -25,7 +25,7 @@ class TextBlock(_Object):
     text: str
 
 
-class Base64Source(_Object):
+class DataSource(_Object):
     type: Literal["base64"]
     media_type: str
     data: str
@@ -47,7 +47,7 @@ class UrlSource(_Object):
 
 class ImageBlock(_Object):
     type: Literal["image"]
-    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+    source: Annotated[DataSource | UrlSource, Field(discriminator="type")]
 
 
 class ToolReference(_Object):
