@@ -84,6 +84,8 @@ def test_messages_of_one_role_are_one_turn():
         {"role": "tool", "tool_call_id": "1", "name": "weather", "content": "d"},
     ]
     assert seen({"role": "ctx", "content": "a"}) == [user("a")]
+    header = "x-anthropic-billing-header"  # not the system's
+    assert seen(user(header)) == [user(header)]
 
 
 def test_later_messages_of_the_system_change_nothing_before_them():

@@ -158,7 +158,7 @@ def to_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> lis
     """
     rest = list(itertools.dropwhile(lambda message: message.role == "system", messages))
     first = _Parts()
-    first.add_all(system)
+    first.add_all(block for block in system if not is_billing(block.text))
     for message in messages[: len(messages) - len(rest)]:
         first.add_all(message.content)
     found = [{"role": "system", "content": first.content()}] if first.parts else []
@@ -199,9 +199,9 @@ class _Parts:
 
 
 def _part(block: Any) -> dict[str, Any] | None:
-    """OpenAI's part; None for a text that is not for the model, and for other blocks."""
+    """OpenAI's part; None for an empty text, and for other blocks."""
     match block:
-        case TextBlock(text=text) if text and not is_billing(text):
+        case TextBlock(text=text) if text:
             return _text(text)
         case ImageBlock(source=source):
             return {"type": "image_url", "image_url": {"url": source.address}}
