@@ -97,6 +97,22 @@ class Gemma4Options:
     padding_token_id: int  # whose embeddings for layers those that replace tokens have
 
 
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions:
+    """What only EAGLE-3 heads have, see `models.eagle3`."""
+
+    layers: tuple[
+        int, ...
+    ]  # of the engine's model, whose inputs are read; (): its final hidden states
+    target_hidden_size: int  # of that model
+    vocab_size: int  # tokens that the head knows
+    norm_before_residual: (
+        bool  # the residual begins with the normalised feature, else with the feature
+    )
+    has_map: bool  # from the head's tokens to the model's; otherwise both have the same numbers
+    has_embedding: bool  # of its own; otherwise the model's
+
+
 class KVHeads(NamedTuple):
     """The KV heads of a layer."""
 
@@ -142,6 +158,7 @@ class ModelConfig:
     # them with the same window.
     num_kv_shared_layers: int = 0
     gemma4: Gemma4Options | None = None
+    eagle: EagleOptions | None = None
 
     @property
     def num_kv_layers(self) -> int:

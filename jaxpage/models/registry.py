@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpage.models.cohere import cohere, cohere2_config, cohere_config
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
+from jaxpage.models.eagle3 import eagle3_name
 from jaxpage.models.gemma import (
     gemma,
     gemma1,
@@ -115,6 +116,9 @@ class Family:
 _GEMMA_4 = Family(
     config_from_hf=gemma4_config, module=gemma4, weight_map=gemma4_experts, is_idle=shared_kv
 )
+
+# Heads are no models of an engine, so their names are not in the registry.
+_EAGLE_3 = Family(tensor_name=eagle3_name)
 
 REGISTRY: dict[str, Family] = {
     "Cohere2ForCausalLM": Family(config_from_hf=cohere2_config, module=cohere),
@@ -281,6 +285,8 @@ def naming_of(config: ModelConfig) -> Naming:
 
 
 def _family_of(config: ModelConfig) -> Family:
+    if config.eagle is not None:
+        return _EAGLE_3
     found = REGISTRY[config.architecture]
     return found.text_only or found if config.vision is None else found
 

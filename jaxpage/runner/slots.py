@@ -28,6 +28,7 @@ from pallas_kernels.lists import distinct
 
 POSITION_OFFSET = "position_offset"
 EXPERT_LOAD = "expert_load"  # see `StepSpec`; counts of the current launch
+FEATURES = "draft_features"  # see `runner.eagle_drafting`
 ADAPTER = "adapter"  # name of the field with a sequence's adapter slot; 0: none
 
 
@@ -93,6 +94,9 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
     if spec.num_drafts:  # those of the last known token and the drafts after it, for `verify`
         shape = (spec.num_slots, 1 + spec.num_drafts, spec.hidden_size)
         state["draft_hidden"] = jnp.zeros(shape, words_of(spec.dtype))
+    if spec.feature_size:
+        shape = (spec.num_slots, 1 + spec.num_drafts, spec.feature_size)
+        state[FEATURES] = jnp.zeros(shape, words_of(spec.dtype))
     if spec.pictures is not None:  # see `runner.encoder`
         shape = (spec.pictures.num_rows, spec.pictures.vision.embedding_size)
         state["pictures"] = jnp.zeros(shape, words_of(spec.dtype))
