@@ -192,19 +192,18 @@ class Target:
         """
         seen: dict[int, Tensor] = {}
         decoder = self.model.get_decoder()
-        after = len(decoder.layers)
 
-        def keep(number):
-            return lambda module, inputs, options: seen.setdefault(
-                number, (*inputs, *options.values())[0][0]
-            )
+        def keep(number: int) -> Any:
+            def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                seen[number] = inputs[0][0]
+
+            return hook
 
         modules = [*decoder.layers, decoder.norm]
-        hooks = [m.register_forward_pre_hook(keep(i), with_kwargs=True) for i, m in enumerate(modules)]
+        hooks = [m.register_forward_pre_hook(keep(i)) for i, m in enumerate(modules)]
         last = decoder(torch.tensor([tokens])).last_hidden_state[0]
         for hook in hooks:
             hook.remove()
-        assert len(seen) == after + 1
         return torch.cat([seen[i] for i in layer_ids], -1) if layer_ids else last
 
 

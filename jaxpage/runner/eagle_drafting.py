@@ -1,9 +1,11 @@
 """An EAGLE-3 head inside compiled steps, see `models.eagle3`.
 
 Slot p of its KV pool is of the pair of the token at p + 1 and the feature of the token at p. So a step's batch serves
-the head as it is, with other tokens. What the model has just sampled is not known yet when `follow` computes the last
-pair of a row: `draft` computes it again, in its first pass. Where a row samples without drafts, and behind a prefix
-that was found in the cache, a pair may keep a wrong token. This makes drafts worse, and changes no token of an answer.
+the head as it is, with other tokens. The token of a row's last pair is sampled only after the step: so the next step
+computes this pair again, first in `draft`, whose first pass it is, and then in `follow`, for rows without drafts.
+
+The last pair of a prefix that was found in the cache has the token that came next where the prefix was computed, and
+sequences of one prompt share its last pair. This makes drafts worse, and changes no token of an answer.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from jaxpage.batch import StepBatch
 from jaxpage.draft_model import DraftModel
 from jaxpage.kv_pool import KVPool
 from jaxpage.runner.drafting import Drafting, Followed, Proposed
-from jaxpage.runner.packed_tokens import last_known, token_rows
-from jaxpage.runner.slots import FEATURES, keep_hidden
+from jaxpage.runner.packed_tokens import Rows, last_known, token_rows
+from jaxpage.runner.slots import FEATURES, FEATURES_START, keep_hidden
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.fields import RequestState
 
@@ -46,30 +48,45 @@ class EagleDrafting(Drafting):
         hidden = jnp.concatenate(read, axis=-1) if read else step.hidden
         leaves = self._read(leaves)
         features = self._model(leaves).features(hidden)
+        kv_pool = self._complete(leaves, kv_pool, state, step.rows)
         slots = batch.slots[token_rows(step.rows["num_tokens"], bucket)]
         batch = replace(batch, token_ids=_tokens_after(state, slots, batch.positions))
         kv_pool, *_ = self._pass(leaves, kv_pool, batch, features, is_decode=bucket.decode)
-        return kv_pool, self._with_features(state, step, features)
+        return kv_pool, self._keep(state, step, features)
 
-    def _with_features(
-        self, state: RequestState, step: Followed, features: jax.Array
-    ) -> RequestState:
-        """The features of each row's last known token and of the drafts after it, in its slot, for the next step."""
-        batch, places = step.batch, 1 + self.spec.num_drafts
-        first = last_known(batch, step.rows)[:, None]
-        # That of position p is in place p % places, where it is found without the number of accepted drafts.
-        position = (step.rows["starts"] + step.rows["num_tokens"])[:, None] - 1
-        position -= step.rows["num_drafts"][:, None]
-        number = (jnp.arange(places, dtype=jnp.int32)[None] - position) % places
-        found = features[jnp.clip(first + number, 0, features.shape[0] - 1)]
+    def _complete(
+        self, leaves: list[jax.Array], kv_pool: KVPool, state: RequestState, rows: Rows
+    ) -> KVPool:
+        """The pool with the pair of each row's first token and the feature before it, if that is kept in its slot."""
+        slots, starts, finished = rows["slots"], rows["starts"], state["finished"]
+        number = starts - 1 - state[FEATURES_START][slots]
+        is_kept = (number >= 0) & (number <= self.spec.num_drafts) & (rows["num_tokens"] > 0)
+        now = state | {"finished": finished.at[slots].set(finished[slots] | ~is_kept)}
+        features = self._features_at(state, slots, starts - 1)
+        return self._propose(leaves, kv_pool, now, (slots, starts + 1), features).kv_pool
+
+    def _keep(self, state: RequestState, step: Followed, features: jax.Array) -> RequestState:
+        """The state with the features of each row's last known token and of the drafts after it."""
+        rows, slots = step.rows, step.batch.slots
+        offsets = jnp.arange(1 + self.spec.num_drafts, dtype=jnp.int32)
+        tokens = last_known(step.batch, rows)[:, None] + offsets[None]
+        found = features[jnp.clip(tokens, 0, features.shape[0] - 1)]
         on_gpu = (self.pool_spec.platform or jax.default_backend()) == "gpu"
-        return keep_hidden(state, batch.slots, found, on_gpu=on_gpu, field=FEATURES)
+        state = keep_hidden(state, slots, found, on_gpu=on_gpu, field=FEATURES)
+        position = rows["starts"] + rows["num_tokens"] - rows["num_drafts"] - 1
+        return state | {FEATURES_START: state[FEATURES_START].at[slots].set(position)}
 
     def _first_features(
         self, state: RequestState, slots: jax.Array, known: jax.Array
     ) -> jax.Array | None:
-        kept = state[FEATURES][slots, (known - 2) % (1 + self.spec.num_drafts)]
-        return lax.bitcast_convert_type(kept, self.spec.dtype)
+        return self._features_at(state, slots, known - 2)
+
+    def _features_at(
+        self, state: RequestState, slots: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """[R, E]: those kept in the slots of rows, at positions int32[R]."""
+        number = jnp.clip(positions - state[FEATURES_START][slots], 0, self.spec.num_drafts)
+        return lax.bitcast_convert_type(state[FEATURES][slots, number], self.spec.dtype)
 
     def _propose(
         self,
