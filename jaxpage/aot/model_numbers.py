@@ -37,10 +37,14 @@ def numbers_of_model(spec: EngineSpec) -> dict[str, Any]:
     has_own_head = spec.model.lm_head is not None
     of_encoder = sum(weights[path] for path in weights if path.startswith(ENCODER))
     of_head = sum(weights[path] for path in weights if path.startswith(HEAD))
-    # A step reads only a few rows of an embedding that is not tied to the head.
-    embedding = weights[EMBEDDING] if has_own_head else 0
-    head_size = math.prod(described[EMBEDDING].shape)
-    multiplied = num_active(spec.model) - (head_size if has_own_head else 0)
+    # A step reads only a few rows of an embedding that is not tied to the head. An EAGLE-3 head may have none, and
+    # knows fewer tokens.
+    has_embedding = has_own_head and EMBEDDING in described
+    embedding = weights[EMBEDDING] if has_embedding else 0
+    num_known = model.vocab_size if model.eagle is None else model.eagle.vocab_size
+    head_size = num_known * model.hidden_size
+    not_multiplied = math.prod(described[EMBEDDING].shape) if has_embedding else 0
+    multiplied = num_active(spec.model) - not_multiplied
     shares = share_heads(model.num_heads, model.num_kv_heads, spec.num_devices)
     return {
         "weight_bytes": sum(weights.values()),

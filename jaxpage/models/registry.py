@@ -89,6 +89,7 @@ from jaxpage.pictures.gemma4 import gemma4_processor
 from jaxpage.pictures.qwen3_vl import qwen3_vl_processor
 from jaxpage.pictures.qwen_vl import qwen2_5_vl_processor
 from jaxpage.pictures.settings import read_settings
+from jaxpage.speculation import EAGLE3_HEADS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -228,6 +229,10 @@ REGISTRY: dict[str, Family] = {
 def family(hf_config: PretrainedConfig) -> Family:
     """The family of a config. Raises ValueError for an architecture that is not supported."""
     name = (hf_config.architectures or [f"none (model_type {hf_config.model_type!r})"])[0]
+    if name in EAGLE3_HEADS:
+        raise ValueError(
+            f"{name} is an EAGLE-3 head, which only drafts for a model: give it as the model of speculative_config"
+        )
     if name not in REGISTRY:
         supported = ", ".join(REGISTRY)
         raise ValueError(
