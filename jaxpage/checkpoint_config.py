@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxpage.eagle_config import flattened
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -63,7 +65,7 @@ def load_hf_config(
             f"model={model!r} is not a folder; give the folder of a checkpoint, which can be had with "
             "hf download NAME --local-dir FOLDER"
         )
-    values = _flat_head(_read_json(file), file)
+    values = flattened(_read_json(file), file)
     if isinstance(hf_overrides, dict):
         values = _merge(values, hf_overrides)
     model_type = values.get("model_type", "")
@@ -93,39 +95,6 @@ def load_hf_config(
         # call, which its models make too, finds it.
         text.standardize_rope_params()
     return config
-
-
-def architecture_of(model: str) -> str | None:
-    """The first of the `architectures` in config.json of the folder `model`, or in that file; None: it names none.
-
-    Does not raise: whoever reads the config reports what is wrong with it.
-    """
-    file = Path(model) if Path(model).is_file() else Path(model, "config.json")
-    try:
-        values = _flat_head(_read_json(file), file)
-        return (values.get("architectures") or [None])[0]
-    except (ValueError, OSError, LookupError, TypeError):
-        return None
-
-
-def _flat_head(values: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The values of an EAGLE-3 head in the format of the library speculators, as vLLM's own config of such a head has
-    them; others unchanged. Raises ValueError for a head of another kind.
-    """
-    if "speculators_config" not in values:
-        return values
-    algorithm, layer = values.get("speculators_model_type"), values.get("transformer_layer_config")
-    kind = layer.get("model_type") if isinstance(layer, dict) else None
-    if algorithm != "eagle3" or not isinstance(layer, dict) or kind != "llama":
-        raise ValueError(
-            f"{file} is of a speculator {algorithm!r} with a layer {kind!r}; supported is "
-            "'eagle3' with a layer 'llama'"
-        )
-    inner = ("transformer_layer_config", "speculators_config", "architectures", "auto_map")
-    own = {name: value for name, value in values.items() if name not in inner and value is not None}
-    # That is the library's default, and not that of other heads.
-    own.setdefault("norm_before_residual", True)
-    return layer | own | {"model_type": kind, "architectures": ["Eagle3LlamaForCausalLM"]}
 
 
 def load_generation_config(config: EngineConfig) -> dict[str, Any]:

@@ -7,17 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.checkpoint_config import architecture_of
+from jaxpage.eagle_config import is_eagle3_head
 from jaxpage.hub import local_folder
 
 METHODS = ("ngram", "draft_model", "eagle3")
-# In config.json of EAGLE-3 heads: vLLM's names of them, and SGLang's and SpecForge's.
-EAGLE3_HEADS = (
-    "Eagle3LlamaForCausalLM",
-    "LlamaForCausalLMEagle3",
-    "Eagle3Qwen2_5vlForCausalLM",
-    "Eagle3Qwen3vlForCausalLM",
-)
 _NGRAM = ("ngram", "[ngram]")  # vLLM's names of prompt lookup, as a method and as a model
 _LONGEST_LOOKUP = 5  # vLLM's default
 _MOST_TOKENS = 64
@@ -89,7 +82,7 @@ class SpeculativeConfig:
             return self
         options |= {"revision": self.revision}
         folder = local_folder("model of speculative_config", self.model, **options)
-        method = "eagle3" if architecture_of(folder) in EAGLE3_HEADS else self.method
+        method = "eagle3" if is_eagle3_head(folder) else self.method
         return dataclasses.replace(self, model=folder, method=method)
 
     def _check_draft_model(self) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxpage.eagle_config import EAGLE3_HEADS
 from jaxpage.models.cohere import cohere, cohere2_config, cohere_config
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
@@ -89,7 +90,6 @@ from jaxpage.pictures.gemma4 import gemma4_processor
 from jaxpage.pictures.qwen3_vl import qwen3_vl_processor
 from jaxpage.pictures.qwen_vl import qwen2_5_vl_processor
 from jaxpage.pictures.settings import read_settings
-from jaxpage.speculation import EAGLE3_HEADS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

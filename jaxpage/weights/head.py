@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxpage.eagle_config import EAGLE3_HEADS
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.eagle3 import MAP, EagleHead, check_map, eagle3_config
-from jaxpage.speculation import EAGLE3_HEADS
 from jaxpage.weights.load import quantization_config_of
 from jaxpage.weights.safetensors import INDEX, SINGLE, StoredTensor, open_checkpoint
 

@@ -51,7 +51,7 @@ def test_temporaries_are_those_of_other_steps(place, found):
 
 
 def test_attention_is_the_kernel(place, found):
-    """In `forward` and `decode` the head only writes keys and values: of the pair before a row's tokens, and of these."""
+    """In `forward` and `decode` the head only writes KV, of the pair before a row's tokens and of these."""
     calls = [len(each["attention_calls"]) for each in found]
     if place.target == "h200":
         assert calls[0] / FEW in {5 + 2 * more for more in range(FEW_TURNS)}

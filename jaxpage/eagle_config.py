@@ -1,0 +1,51 @@
+"""config.json of EAGLE-3 heads: how they are recognised, and the format of the library speculators.
+
+Knows JSON alone.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+# vLLM's names of heads, and SGLang's and SpecForge's.
+EAGLE3_HEADS = (
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "Eagle3Qwen2_5vlForCausalLM",
+    "Eagle3Qwen3vlForCausalLM",
+)
+
+
+def is_eagle3_head(model: str) -> bool:
+    """Whether config.json in the folder `model`, or the file of this name, says so by its architecture.
+
+    False for what cannot be read: whoever loads it reports what is wrong.
+    """
+    file = Path(model) if Path(model).is_file() else Path(model, "config.json")
+    try:
+        values = flattened(json.loads(file.read_text(encoding="utf-8")), file)
+        return values["architectures"][0] in EAGLE3_HEADS
+    except (ValueError, OSError, LookupError, TypeError, RecursionError):
+        return False
+
+
+def flattened(values: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The values of a head that speculators wrote as other trainers write them, and as vLLM reads them; those of any
+    other config unchanged. Raises ValueError for a speculator of another kind.
+    """
+    if "speculators_config" not in values:
+        return values
+    algorithm, layer = values.get("speculators_model_type"), values.get("transformer_layer_config")
+    kind = layer.get("model_type") if isinstance(layer, dict) else None
+    if algorithm != "eagle3" or not isinstance(layer, dict) or kind != "llama":
+        raise ValueError(
+            f"{file} is of a speculator {algorithm!r} with a layer {kind!r}; supported is "
+            "'eagle3' with a layer 'llama'"
+        )
+    inner = ("transformer_layer_config", "speculators_config", "architectures", "auto_map")
+    own = {name: value for name, value in values.items() if name not in inner and value is not None}
+    # That is the library's default, and not that of other heads.
+    own.setdefault("norm_before_residual", True)
+    return layer | own | {"model_type": kind, "architectures": ["Eagle3LlamaForCausalLM"]}
