@@ -120,7 +120,12 @@ class Head(nn.Module):
         size, vocab_size = config["hidden_size"], config["vocab_size"]
         draft_vocab_size = config.get("draft_vocab_size") or vocab_size
         self.layer_ids = config["eagle_aux_hidden_state_layer_ids"]
-        width = len(self.layer_ids) * (config.get("target_hidden_size") or size)
+        read_size = config.get("target_hidden_size") or size
+        width = len(self.layer_ids) * read_size
+        eps = config["rms_norm_eps"]
+        self.input_norm = Norm(width, eps) if config.get("norm_before_fc") else None
+        norms = [Norm(read_size, eps) for _ in self.layer_ids]
+        self.fc_norm = nn.ModuleList(norms) if config.get("fc_norm") else None
         self.fc = linear(width, size) if self.layer_ids else nn.Identity()
         self.midlayer = Layer(config, is_first=True)
         others = range(1, config["num_hidden_layers"])
@@ -139,17 +144,27 @@ class Head(nn.Module):
                 else:
                     parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
 
+    def features(self, hidden: Tensor) -> Tensor:
+        """[T, E] of the model's hidden states [T, N * M]."""
+        if self.input_norm is not None:
+            hidden = self.input_norm(hidden)
+        if self.fc_norm is not None:
+            parts = hidden.chunk(len(self.fc_norm), dim=-1)
+            hidden = torch.cat([n(x) for n, x in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(hidden)
+
     def forward(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [T, D] of the pairs of tokens [T] and features [T, E], and the head's own features [T, E]."""
         x = self.midlayer(features, self.embedding[tokens])
         for layer in self.layers.values():
             x = layer(x, x)
-        return self.lm_head(self.norm(x)), x
+        hidden = self.norm(x)
+        return self.lm_head(hidden), hidden if self.config.get("norm_output") else x
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], hidden: Tensor, number: int) -> list[int]:
         """The guesses behind n tokens. hidden: [n - 1, N * M] of the model, for all but the last of them."""
-        features, after, found = self.fc(hidden), list(tokens[1:]), []
+        features, after, found = self.features(hidden), list(tokens[1:]), []
         for _ in range(number):
             logits, own = self(torch.tensor(after), features)
             best = int(logits[-1].argmax())
@@ -216,7 +231,7 @@ def train(head: Head, target: Target, sequences: list[list[int]], *, steps: int)
     for _ in range(steps):
         loss = torch.zeros(())
         for tokens, read, label in zip(sequences, hidden, labels, strict=True):
-            logits, own = head(torch.tensor(tokens[1:-1]), head.fc(read[:-2]))
+            logits, own = head(torch.tensor(tokens[1:-1]), head.features(read[:-2]))
             loss = loss + functional.cross_entropy(logits, label[2:])
             # Behind a guess the head's own feature is in the place of the model's.
             logits, _ = head(torch.tensor(tokens[2:-1]), own[:-1])

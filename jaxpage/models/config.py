@@ -101,16 +101,18 @@ class Gemma4Options:
 class EagleOptions:
     """What only EAGLE-3 heads have, see `models.eagle3`."""
 
-    layers: tuple[
-        int, ...
-    ]  # of the engine's model, whose inputs are read; (): its final hidden states
+    # Of the engine's model, whose inputs are read; (): its final hidden states are.
+    layers: tuple[int, ...]
     target_hidden_size: int  # of that model
     vocab_size: int  # tokens that the head knows
-    norm_before_residual: (
-        bool  # the residual begins with the normalised feature, else with the feature
-    )
     has_map: bool  # from the head's tokens to the model's; otherwise both have the same numbers
     has_embedding: bool  # of its own; otherwise the model's
+    # What is normalised: the feature with which the residual begins, all hidden states that are read together, those of
+    # each layer, the features that the head makes itself.
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
 
 
 class KVHeads(NamedTuple):

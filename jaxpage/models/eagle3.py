@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _EMBEDDING, MAP = "embed_tokens.weight", "d2t"
-# Norms of some trainers' heads, which the paper's have not.
-_UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
+_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class FirstLayer(nnx.Module):
@@ -69,9 +68,16 @@ class EagleDecoder(nnx.Module):
         mapping = Linear(shape, axes=axes, bias=False, init=init, dtype=config.dtype)
         # None: features are the model's last hidden states as they are.
         self.fc = mapping if eagle.layers else None
+        norms = [_norm_of(eagle.target_hidden_size, config) for _ in eagle.layers]
+        self.fc_norm = nnx.List(norms) if eagle.fc_norm else None
+        self.input_norm = _norm_of(shape[1], config) if eagle.norm_before_fc else None
         later = [DecoderLayer(config, index) for index in range(1, config.num_layers)]
         self.layers = nnx.List([FirstLayer(config), *later])
         self.norm = hidden_norm(RMSNorm, config)
+
+
+def _norm_of(size: int, config: ModelConfig) -> RMSNorm:
+    return RMSNorm(size, axis="embed", eps=config.norm_eps, dtype=config.dtype)
 
 
 class EagleHead(CausalLM):
@@ -80,6 +86,7 @@ class EagleHead(CausalLM):
     def __init__(self, config: ModelConfig):
         eagle = config.eagle
         assert eagle is not None
+        self._norms_output = eagle.norm_output
         self.config = config
         self.model = EagleDecoder(config)
         self.lm_head = Linear(
@@ -96,7 +103,16 @@ class EagleHead(CausalLM):
 
     def features(self, hidden: jax.Array) -> jax.Array:
         """[T, E] of the model's hidden states [T, N * M], in the order of `EagleOptions.layers`."""
-        return hidden if self.model.fc is None else self.model.fc(hidden)
+        model = self.model
+        if model.fc is None:
+            return hidden
+        if model.input_norm is not None:
+            hidden = model.input_norm(hidden)
+        if model.fc_norm is not None:
+            parts = jnp.split(hidden, len(model.fc_norm), axis=-1)
+            normed = [norm(part) for norm, part in zip(model.fc_norm, parts, strict=True)]
+            hidden = jnp.concatenate(normed, axis=-1)
+        return model.fc(hidden)
 
     def propose(
         self, inputs: ForwardInput, features: jax.Array, embeds: jax.Array | None
@@ -118,7 +134,8 @@ class EagleHead(CausalLM):
         x = first(embeds, features, rotation, inputs.attention)
         for layer in later:
             x = layer(x, rotation, inputs.attention)
-        return model.norm(x), x
+        hidden = model.norm(x)
+        return hidden, hidden if self._norms_output else x
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., E] -> float32[..., V]; -inf of tokens that the head does not know."""
@@ -146,11 +163,6 @@ def eagle3_config(
     as most are. Raises ValueError for what is not supported or does not fit the model.
     """
     architecture = (hf.architectures or ["?"])[0]
-    for name in _UNSUPPORTED:
-        if getattr(hf, name, None):
-            raise ValueError(
-                f"{architecture}: {name} is set in config.json, and not supported; take a head without it"
-            )
     layers = _layers(hf, target)
     size = getattr(hf, "target_hidden_size", None) or hf.hidden_size
     if size != target.hidden_size:
@@ -180,7 +192,7 @@ def eagle3_config(
             layers=layers,
             target_hidden_size=size,
             vocab_size=draft_vocab_size,
-            norm_before_residual=bool(getattr(hf, "norm_before_residual", False)),
+            **{name: bool(getattr(hf, name, False)) for name in _NORMS},
             has_map=MAP in names or draft_vocab_size != hf.vocab_size,
             has_embedding=has_embedding,
         ),

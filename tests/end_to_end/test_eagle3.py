@@ -129,6 +129,7 @@ OTHERS = {
         "eagle_aux_hidden_state_layer_ids": [],
         "eagle_config": {"use_aux_hidden_state": False},
     },
+    "more norms": {"fc_norm": True, "norm_output": True},
     "the outputs of layers": {"eagle_aux_hidden_state_layer_ids": [1, 3]},
 }
 
@@ -303,7 +304,6 @@ def write_config(folder, **changes) -> Path:
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1]}, "must be different"),
         ({"vocab_size": 4000}, "vocabulary of 4,000 tokens"),
-        ({"norm_before_fc": True}, "norm_before_fc is set in config.json"),
         ({"quantization_config": {"quant_method": "fp8"}}, "has a quantization_config"),
         (
             {

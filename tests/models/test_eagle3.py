@@ -32,8 +32,10 @@ def config_of(folder, tensors=(), target=TARGET):
         {},
         {"norm_before_residual": True, "num_hidden_layers": 2},
         {"hidden_size": 48, "target_hidden_size": 32, "draft_vocab_size": None},
+        {"norm_before_fc": True},
+        {"fc_norm": True, "norm_output": True},
     ],
-    ids=["", "two layers", "all tokens"],
+    ids=["", "two layers", "all tokens", "a norm of all", "norms of each"],
 )
 def test_its_logits_and_features_are_those_of_torch(changes, tmp_path):
     rng = np.random.default_rng(0)
@@ -43,7 +45,7 @@ def test_its_logits_and_features_are_those_of_torch(changes, tmp_path):
     load(ours, tmp_path, use_tqdm=False)
     tokens, hidden = rng.integers(0, 250, 7), rng.normal(size=(7, 96)).astype(np.float32)
     with torch.no_grad():
-        read = theirs.fc(torch.tensor(hidden))
+        read = theirs.features(torch.tensor(hidden))
         their_logits, their_features = theirs(torch.tensor(tokens), read)
     features = ours.features(jnp.asarray(hidden))
     positions = jnp.arange(7)
