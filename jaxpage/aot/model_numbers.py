@@ -114,6 +114,7 @@ def numbers_of_drafts(spec: EngineSpec) -> dict[str, Any] | None:
         parameters = specs(own.model).values()
         model["num_parameters"] = sum(each.num_weights for each in parameters)
         model["block_bytes"] = own.block_bytes
+        model["is_head"] = own.model.config.eagle is not None
         model["no_kernel_reason"] = own.no_kernel_reason
     return {
         "num_tokens": spec.config.num_drafts,
