@@ -13,9 +13,12 @@ from typing import Any
 EAGLE3_HEADS = (
     "Eagle3LlamaForCausalLM",
     "LlamaForCausalLMEagle3",
+    "Eagle3Qwen3ForCausalLM",
     "Eagle3Qwen2_5vlForCausalLM",
     "Eagle3Qwen3vlForCausalLM",
 )
+# Of their layers: Llama's, and Qwen 3's, which has norms of queries and keys.
+LAYERS = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
 
 
 def is_eagle3_head(model: str) -> bool:
@@ -39,13 +42,13 @@ def flattened(values: dict[str, Any], file: Path) -> dict[str, Any]:
         return values
     algorithm, layer = values.get("speculators_model_type"), values.get("transformer_layer_config")
     kind = layer.get("model_type") if isinstance(layer, dict) else None
-    if algorithm != "eagle3" or not isinstance(layer, dict) or kind != "llama":
+    if algorithm != "eagle3" or not isinstance(layer, dict) or kind not in LAYERS:
         raise ValueError(
-            f"{file} is of a speculator {algorithm!r} with a layer {kind!r}; supported is "
-            "'eagle3' with a layer 'llama'"
+            f"{file} is of a speculator {algorithm!r} with a layer {kind!r}; supported are "
+            f"'eagle3' with a layer of {', '.join(LAYERS)}"
         )
     inner = ("transformer_layer_config", "speculators_config", "architectures", "auto_map")
     own = {name: value for name, value in values.items() if name not in inner and value is not None}
     # That is the library's default, and not that of other heads.
     own.setdefault("norm_before_residual", True)
-    return layer | own | {"model_type": kind, "architectures": ["Eagle3LlamaForCausalLM"]}
+    return layer | own | {"model_type": kind, "architectures": [LAYERS[kind]]}

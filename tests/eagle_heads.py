@@ -51,17 +51,21 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         size = config["hidden_size"]
-        self.dim, self.theta = size // self.heads, config["rope_theta"]
+        self.dim = config.get("head_dim") or size // self.heads
+        self.theta = config["rope_theta"]
         self.q_proj = linear(width, self.heads * self.dim)
         self.k_proj = linear(width, self.kv_heads * self.dim)
         self.v_proj = linear(width, self.kv_heads * self.dim)
         self.o_proj = linear(self.heads * self.dim, size)
+        eps, has_norms = config["rms_norm_eps"], config["model_type"] == "qwen3"
+        self.q_norm = Norm(self.dim, eps) if has_norms else nn.Identity()
+        self.k_norm = Norm(self.dim, eps) if has_norms else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, W] -> [T, E], causal; positions are 0 .. T-1."""
         length = x.shape[0]
-        q = self.turned(self.q_proj(x).view(length, self.heads, self.dim))
-        k = self.turned(self.k_proj(x).view(length, self.kv_heads, self.dim))
+        q = self.turned(self.q_norm(self.q_proj(x).view(length, self.heads, self.dim)))
+        k = self.turned(self.k_norm(self.k_proj(x).view(length, self.kv_heads, self.dim)))
         v = self.v_proj(x).view(length, self.kv_heads, self.dim)
         k, v = (each.repeat_interleave(self.heads // self.kv_heads, dim=1) for each in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5

@@ -188,6 +188,7 @@ def eagle3_config(
         dtype=dtype,
         max_model_len=max_model_len,
         tie_word_embeddings=False,
+        qk_norm=hf.model_type == "qwen3",
         eagle=EagleOptions(
             layers=layers,
             target_hidden_size=size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxpage.eagle_config import EAGLE3_HEADS
+from jaxpage.eagle_config import EAGLE3_HEADS, LAYERS
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.eagle3 import MAP, EagleHead, check_map, eagle3_config
 from jaxpage.weights.load import quantization_config_of
@@ -29,10 +29,10 @@ def abstract_head(
     architecture = (hf_config.architectures or ["none"])[0]
     # The heads of EAGLE's authors have the name of a model.
     is_head = architecture in EAGLE3_HEADS or getattr(hf_config, "draft_vocab_size", None)
-    if not is_head or hf_config.model_type != "llama":
+    if not is_head or hf_config.model_type not in LAYERS:
         raise ValueError(
             f"architecture {architecture} (model_type {hf_config.model_type!r}) is no EAGLE-3 head; supported are "
-            f"{', '.join(EAGLE3_HEADS)}, of model_type 'llama'"
+            f"{', '.join(EAGLE3_HEADS)}, of model_type {' or '.join(LAYERS)}"
         )
     if quantization_config_of(hf_config):
         raise ValueError(

@@ -295,7 +295,7 @@ def write_config(folder, **changes) -> Path:
     ("changes", "message"),
     [
         ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}, "is no EAGLE-3 head"),
-        ({"model_type": "qwen3"}, "model_type 'qwen3'. is no EAGLE-3 head"),
+        ({"model_type": "qwen2"}, "model_type 'qwen2'. is no EAGLE-3 head"),
         ({"hidden_size": 64}, "hidden states of 64 values, and those of LlamaForCausalLM have 32"),
         ({"target_hidden_size": 64}, "hidden states of 64 values"),
         (

@@ -34,8 +34,9 @@ def config_of(folder, tensors=(), target=TARGET):
         {"hidden_size": 48, "target_hidden_size": 32, "draft_vocab_size": None},
         {"norm_before_fc": True},
         {"fc_norm": True, "norm_output": True},
+        {"model_type": "qwen3", "head_dim": 16},
     ],
-    ids=["", "two layers", "all tokens", "a norm of all", "norms of each"],
+    ids=["", "two layers", "all tokens", "a norm of all", "norms of each", "Qwen 3"],
 )
 def test_its_logits_and_features_are_those_of_torch(changes, tmp_path):
     rng = np.random.default_rng(0)
