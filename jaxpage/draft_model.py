@@ -1,4 +1,4 @@
-"""A draft model as shapes: a smaller model whose tokens are guesses at those of the engine's model; or an EAGLE-3 head,
+"""A draft model as shapes: a smaller model whose tokens are guesses at those of the engine's model; or an EAGLE head,
 which guesses from hidden states of that model.
 
 It has a KV pool of its own, whose blocks have the numbers of the engine's: whatever the model computes, the draft model
@@ -80,8 +80,9 @@ def make_draft_model(
     )
     with named_errors():
         hf_config = load_hf_config(folder, None)
-        if config.speculative_config.method == "eagle3":
-            drafts = abstract_head(hf_config, own, model)
+        method = config.speculative_config.method
+        if method in ("eagle", "eagle3"):
+            drafts = abstract_head(hf_config, own, model, method)
         else:
             drafts, quantization, _ = abstract_model(hf_config, own, mesh)
     _check(drafts.config, model)

@@ -1,4 +1,4 @@
-"""config.json of EAGLE-3 heads: how they are recognised, and the format of the library speculators.
+"""config.json of EAGLE heads: how they are recognised, and the format of the library speculators.
 
 Knows JSON alone.
 """
@@ -9,29 +9,32 @@ import json
 from pathlib import Path
 from typing import Any
 
-# vLLM's names of heads, and SGLang's and SpecForge's.
-EAGLE3_HEADS = (
-    "Eagle3LlamaForCausalLM",
-    "LlamaForCausalLMEagle3",
-    "Eagle3Qwen3ForCausalLM",
-    "Eagle3Qwen2_5vlForCausalLM",
-    "Eagle3Qwen3vlForCausalLM",
-)
-# Of their layers: Llama's, and Qwen 3's, which has norms of queries and keys.
+# Architecture -> method: vLLM's names of heads, and SGLang's and SpecForge's.
+HEADS = {
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3Qwen3ForCausalLM": "eagle3",
+    "Eagle3Qwen2_5vlForCausalLM": "eagle3",
+    "Eagle3Qwen3vlForCausalLM": "eagle3",
+    "EagleLlamaForCausalLM": "eagle",
+    "LlamaForCausalLMEagle": "eagle",
+}
+# Of the layers of EAGLE-3: Llama's, and Qwen 3's, which has norms of queries and keys.
 LAYERS = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
 
 
-def is_eagle3_head(model: str) -> bool:
-    """Whether config.json in the folder `model`, or the file of this name, says so by its architecture.
+def method_of_head(model: str) -> str | None:
+    """The method that the architecture in config.json of the folder `model` needs, or in the file of this name; None if
+    that is no head.
 
-    False for what cannot be read: whoever loads it reports what is wrong.
+    None too for what cannot be read: whoever loads it reports what is wrong.
     """
     file = Path(model) if Path(model).is_file() else Path(model, "config.json")
     try:
         values = flattened(json.loads(file.read_text(encoding="utf-8")), file)
-        return values["architectures"][0] in EAGLE3_HEADS
+        return HEADS.get(values["architectures"][0])
     except (ValueError, OSError, LookupError, TypeError, RecursionError):
-        return False
+        return None
 
 
 def flattened(values: dict[str, Any], file: Path) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.eagle_config import is_eagle3_head
+from jaxpage.eagle_config import method_of_head
 from jaxpage.hub import local_folder
 
-METHODS = ("ngram", "draft_model", "eagle3")
+METHODS = ("ngram", "draft_model", "eagle", "eagle3")
 _NGRAM = ("ngram", "[ngram]")  # vLLM's names of prompt lookup, as a method and as a model
 _LONGEST_LOOKUP = 5  # vLLM's default
 _MOST_TOKENS = 64
@@ -28,7 +28,8 @@ class SpeculativeConfig:
     It is the method if `model` is given.
 
     Method "eagle3": an EAGLE-3 head (https://arxiv.org/abs/2503.01840), trained for the engine's model, guesses from
-    hidden states of that model. It is the method if config.json of `model` says that this is such a head.
+    hidden states of that model. Method "eagle": so does a head of the first EAGLE (https://arxiv.org/abs/2401.15077).
+    These are the methods if config.json of `model` says that it is such a head.
     """
 
     num_speculative_tokens: int  # most tokens that are guessed in a step
@@ -49,7 +50,7 @@ class SpeculativeConfig:
             object.__setattr__(self, "method", "ngram" if self.model is None else "draft_model")
         if self.method not in METHODS:
             raise ValueError(
-                'method of speculative_config must be "ngram" (prompt lookup), "draft_model" or "eagle3", '
+                'method of speculative_config must be "ngram" (prompt lookup), "draft_model", "eagle" or "eagle3", '
                 f"got {self.method!r}"
             )
         _check_count("num_speculative_tokens", self.num_speculative_tokens)
@@ -59,7 +60,7 @@ class SpeculativeConfig:
         for name in ("model", "revision", "draft_tensor_parallel_size"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f'{name} of speculative_config is for methods "draft_model" and "eagle3", not "ngram"'
+                    f'{name} of speculative_config is for methods "draft_model", "eagle" and "eagle3", not "ngram"'
                 )
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         shortest = shortest if shortest is not None else longest
@@ -82,7 +83,7 @@ class SpeculativeConfig:
             return self
         options |= {"revision": self.revision}
         folder = local_folder("model of speculative_config", self.model, **options)
-        method = "eagle3" if is_eagle3_head(folder) else self.method
+        method = method_of_head(folder) or self.method
         return dataclasses.replace(self, model=folder, method=method)
 
     def _check_draft_model(self) -> None:

@@ -1,5 +1,5 @@
-"""EAGLE-3 heads in torch, written after the paper and vLLM's `llama_eagle3.py`: tiny checkpoints of them, random or
-trained, and the drafts that they make. Knows nothing of this package.
+"""EAGLE heads in torch, written after the papers and vLLM's `llama_eagle3.py` and `llama_eagle.py`: tiny checkpoints of
+them, random or trained, and the drafts that they make. Knows nothing of this package.
 """
 
 from __future__ import annotations
@@ -189,6 +189,57 @@ class Head(nn.Module):
         save_file(tensors, folder / "model.safetensors")
         values = {k: v for k, v in (self.config | changes).items() if v is not None}
         (folder / "config.json").write_text(json.dumps(values))
+        return folder
+
+
+FIRST: dict[str, Any] = {
+    name: value
+    for name, value in CONFIG.items()
+    if name not in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+} | {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 2}
+
+
+class FirstHead(nn.Module):
+    """A head of the first EAGLE, whose second layer is like any other; for a target of transformers."""
+
+    layer_ids: tuple[int, ...] = ()
+
+    def __init__(self, target: Target, *, bias: bool):
+        super().__init__()
+        torch.manual_seed(1)
+        size, self.target = FIRST["hidden_size"], (target,)  # no part of this module
+        self.fc = nn.Linear(2 * size, size, bias=bias)
+        layers = [Layer(FIRST, is_first=False) for _ in range(FIRST["num_hidden_layers"])]
+        layers[0].input_layernorm = nn.Identity()
+        self.layers = nn.ModuleList(layers)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if "norm" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.3)
+                else:
+                    parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], hidden: Tensor, number: int) -> list[int]:
+        """As those of `Head`; hidden: [n - 1, M], of the last layer after the norm."""
+        (target,) = self.target
+        features, after, found = hidden, list(tokens[1:]), []
+        for _ in range(number):
+            x = self.fc(torch.cat([target.embedding[torch.tensor(after)], features], -1))
+            for layer in self.layers:
+                x = layer(x, x)
+            found.append(int(target.model.get_output_embeddings()(x[-1]).argmax()))
+            after.append(found[-1])
+            features = torch.cat([features, x[-1:]])
+        return found
+
+    def save(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: x.detach().contiguous() for name, x in self.named_parameters()}
+        (target,) = self.target
+        tensors["embed_tokens.weight"] = target.embedding.clone()  # a copy, as some have
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(FIRST))
         return folder
 
 

@@ -37,7 +37,7 @@ def exchange_of(spec: EngineSpec) -> list[Collective]:
     described = specs(spec.model)
     divided = {path: each for path, each in described.items() if _is_divided(each, spec.mesh)}
     products = [each for each in divided.values() if each.axes[0] == "embed"]
-    # An EAGLE-3 head without an embedding reads that of the engine's model, and spreads its logits over all tokens.
+    # An EAGLE head without an embedding reads that of the engine's model; one with fewer tokens gathers their logits.
     has_shares = EMBEDDING in divided if EMBEDDING in described else vocab % num_devices == 0
     num_rounded = sum(_rounds_inputs(each, described) for each in products)
     product_itemsize = 4 if spec.hardware.platform == "gpu" else itemsize

@@ -99,20 +99,22 @@ class Gemma4Options:
 
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions:
-    """What only EAGLE-3 heads have, see `models.eagle3`."""
+    """What only EAGLE heads have, see `models.eagle3` and `models.eagle`."""
 
     # Of the engine's model, whose inputs are read; (): its final hidden states are.
     layers: tuple[int, ...]
     target_hidden_size: int  # of that model
-    vocab_size: int  # tokens that the head knows
-    has_map: bool  # from the head's tokens to the model's; otherwise both have the same numbers
-    has_embedding: bool  # of its own; otherwise the model's
+    has_head: bool = True  # an LM head of its own, as EAGLE-3; otherwise the model's
+    vocab_size: int = 0  # tokens that its own one knows
+    has_map: bool = False  # from these to the model's; otherwise both have the same numbers
+    has_embedding: bool = False  # of its own; otherwise the model's
+    has_bias: bool = False  # what maps pairs to inputs, of the first EAGLE
     # What is normalised: the feature with which the residual begins, all hidden states that are read together, those of
     # each layer, the features that the head makes itself.
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
 
 
 class KVHeads(NamedTuple):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _EMBEDDING, MAP = "embed_tokens.weight", "d2t"
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -143,7 +144,7 @@ class EagleHead(CausalLM):
         if self.d2t is None:
             return logits
         number = jnp.arange(self.d2t.shape[0], dtype=jnp.int32)
-        # int32[V]: the head's number of each token of the model. Reading by it is faster than writing to places.
+        # int32[V]: the head's number of each token of the model; D: it does not know it.
         own = jnp.full(self.config.vocab_size, number.size, jnp.int32)
         own = own.at[number + self.d2t[...]].set(number, unique_indices=True, mode="drop")
         return jnp.take(logits, own, axis=-1, mode="fill", fill_value=-jnp.inf)
@@ -175,8 +176,14 @@ def eagle3_config(
             f"{architecture} has a hidden_size of {hf.hidden_size:,} and takes the model's last hidden states, of "
             f"{size:,} values, as they are; both must be equal"
         )
-    names = {_tail(name) for name in tensors or ()}
-    draft_vocab_size = getattr(hf, "draft_vocab_size", None) or hf.vocab_size
+    names = {name.removeprefix("model.") for name in tensors or ()}
+    draft_vocab_size = getattr(hf, "draft_vocab_size", None)
+    draft_vocab_size = hf.vocab_size if draft_vocab_size is None else draft_vocab_size
+    if type(draft_vocab_size) is not int or not 1 <= draft_vocab_size <= hf.vocab_size:
+        raise ValueError(
+            f"{architecture}: draft_vocab_size is {draft_vocab_size!r} in config.json; it must be an integer in "
+            f"1..{hf.vocab_size}, the vocab_size"
+        )
     has_embedding = _EMBEDDING in names or (tensors is None and hf.hidden_size != size)
     if not has_embedding and hf.hidden_size != target.hidden_size:
         raise ValueError(
@@ -201,41 +208,39 @@ def eagle3_config(
 
 
 def _layers(hf: PretrainedConfig, target: ModelConfig) -> tuple[int, ...]:
-    """The layers of the model whose inputs the head reads; `num_layers` is the output of the last. None: its final
+    """The layers of the model whose inputs the head reads; `num_layers` is the output of the last. (): its final
     hidden states.
 
-    vLLM's field counts inputs, SGLang's `eagle_config` outputs of layers.
+    vLLM's field counts inputs, SGLang's `eagle_config` outputs of layers. The default is that of both.
     """
     number = target.num_layers
     options = getattr(hf, "eagle_config", None) or {}
     if not options.get("use_aux_hidden_state", True):
         return ()
-    found = getattr(hf, "eagle_aux_hidden_state_layer_ids", None)
+    found, offset = getattr(hf, _LAYER_IDS, None), 0
     if not found:
-        inner = options.get("eagle_aux_hidden_state_layer_ids")
-        found = [index + 1 for index in inner] if inner else None
-    ids = tuple(found or (2, number // 2, number - 3))
-    if any(not isinstance(i, int) or not 0 <= i <= number for i in ids) or len({*ids}) < len(ids):
+        found, offset = options.get(_LAYER_IDS), 1
+    if found and not (isinstance(found, list) and all(type(each) is int for each in found)):
+        raise ValueError(f"{_LAYER_IDS} must be a list of integers in config.json, got {found!r}")
+    ids = tuple(each + offset for each in found or ())
+    ids = ids or (2, number // 2, number - 3)
+    if any(not 0 <= each <= number for each in ids) or len({*ids}) < len(ids):
         raise ValueError(
             f"the head reads the inputs of layers {', '.join(map(str, ids))} of a model that has layers 0 .. "
             f"{number - 1}; they must be different ones of these, or {number} for the output of the last: check "
-            "eagle_aux_hidden_state_layer_ids in config.json"
+            f"{_LAYER_IDS} in config.json"
         )
     return ids
 
 
 def eagle3_name(name: str) -> str | None:
     """Our name for a tensor of a head; None for the one that says which tokens of the model the head knows."""
-    name = _tail(name)
+    name = name.removeprefix("model.")
     if name == "t2d":
         return None
     if name == MAP or name.startswith("lm_head."):
         return name
     return "model." + name.replace("midlayer.", "layers.0.")
-
-
-def _tail(name: str) -> str:
-    return name.removeprefix("model.")
 
 
 def check_map(offsets: np.ndarray, *, vocab_size: int) -> None:

@@ -118,7 +118,7 @@ class Drafting:
             others = finished.at[slots].set(finished[slots] | ~drafts)
             now = state | {"finished": others}
             proposed = self._propose(weights, kv_pool, now, (slots, known + index), features)
-            model = _SameVocabulary(self._model(weights), self.spec.vocab_size)
+            model = _SameVocabulary(self._head(weights), self.spec.vocab_size)
             sampled = choose(model, proposed.hidden, state, slots, known + index, options)
             where = jnp.where(drafts, slots, finished.size), known + index
             token_ids = state["token_ids"].at[where].set(sampled.token_ids, mode="drop")
@@ -175,6 +175,10 @@ class Drafting:
             rotate=Rotate(in_step=True, mesh=self.mesh),
         )
         return inputs, attention
+
+    def _head(self, leaves: list[jax.Array]) -> Any:
+        """What has `logits`."""
+        return self._model(leaves)
 
     def _read(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Those that drafts are computed from, which the other methods take."""

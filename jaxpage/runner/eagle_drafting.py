@@ -1,4 +1,4 @@
-"""An EAGLE-3 head inside compiled steps, see `models.eagle3`.
+"""An EAGLE head inside compiled steps, see `models.eagle3` and `models.eagle`.
 
 Slot p of its KV pool is of the pair of the token at p + 1 and the feature of the token at p. So a step's batch serves
 the head as it is, with other tokens. The token of a row's last pair is sampled only after the step: so the next step
@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jaxpage.batch import StepBatch
 from jaxpage.draft_model import DraftModel
 from jaxpage.kv_pool import KVPool
+from jaxpage.models.config import EagleOptions
 from jaxpage.runner.drafting import Drafting, Followed, Proposed
 from jaxpage.runner.packed_tokens import Rows, last_known, token_rows
 from jaxpage.runner.slots import FEATURES, FEATURES_START, keep_hidden
@@ -31,20 +32,22 @@ from jaxpage.sampling.fields import RequestState
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDrafting(Drafting):
-    """The head reads the embedding of the engine's model, unless it has its own."""
+    """The head uses embedding and LM head of the engine's model as far as it has none of its own."""
 
-    layers: tuple[int, ...]  # `EagleOptions.layers`
-    embedding: int | None  # the model's, a number of a parameter; None: the head has its own
+    options: EagleOptions
+    model_graphdef: nnx.GraphDef  # of the engine's model
+    model_treedef: jax.tree_util.PyTreeDef
+    shared: tuple[int, ...]  # numbers of its parameters that are used
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        return self.layers
+        return self.options.layers
 
     def follow(
         self, leaves: list[jax.Array], kv_pool: KVPool, state: RequestState, step: Followed
     ) -> tuple[KVPool, RequestState]:
         batch, bucket = step.batch, step.bucket
-        read = [step.kept[layer] for layer in self.layers]
+        read = [step.kept[layer] for layer in self.read_layers]
         hidden = jnp.concatenate(read, axis=-1) if read else step.hidden
         leaves = self._read(leaves)
         features = self._model(leaves).features(hidden)
@@ -113,18 +116,27 @@ class EagleDrafting(Drafting):
     ) -> Proposed:
         inputs, attention = self._inputs(kv_pool, batch, is_decode=is_decode)
         embeds = None
-        if self.embedding is not None:
-            embeds = leaves[-1].at[batch.token_ids].get(mode="clip")
+        if not self.options.has_embedding:
+            embeds = self._engine_model(leaves).model.embed_tokens(batch.token_ids)
         hidden, features = self._model(leaves).propose(inputs, features, embeds)
         return Proposed(attention.kv_pool, hidden, features)
 
+    def _head(self, leaves: list[jax.Array]) -> Any:
+        return self._model(leaves) if self.options.has_head else self._engine_model(leaves)
+
     def _read(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """The embedding is the last one."""
-        own = super()._read(leaves)
-        return own if self.embedding is None else [*own, leaves[self.embedding]]
+        """Those of the engine's model come last."""
+        return [*super()._read(leaves), *(leaves[number] for number in self.shared)]
 
     def _model(self, leaves: list[jax.Array]) -> Any:
         return super()._model(leaves[: self.treedef.num_leaves])
+
+    def _engine_model(self, leaves: list[jax.Array]) -> Any:
+        """With the parameters that are shared alone."""
+        found: list[Any] = [None] * self.model_treedef.num_leaves
+        for number, leaf in zip(self.shared, leaves[self.treedef.num_leaves :], strict=True):
+            found[number] = leaf
+        return nnx.merge(self.model_graphdef, jax.tree.unflatten(self.model_treedef, found))
 
 
 def make_drafting(
@@ -143,9 +155,18 @@ def make_drafting(
     eagle = draft_model.model.config.eagle
     if eagle is None:
         return Drafting(**options)
-    paths = [path for path, _ in nnx.to_flat_state(nnx.state(model))]
-    embedding = None if eagle.has_embedding else paths.index(("model", "embed_tokens", "weight"))
-    return EagleDrafting(**options, layers=eagle.layers, embedding=embedding)
+    prefixes = [] if eagle.has_embedding else [("model", "embed_tokens")]
+    prefixes += [] if eagle.has_head else [("lm_head",)]
+    of_model, state = nnx.split(model)
+    paths = [path for path, _ in nnx.to_flat_state(state)]
+    shared = [n for n, path in enumerate(paths) if any(path[: len(x)] == x for x in prefixes)]
+    return EagleDrafting(
+        **options,
+        options=eagle,
+        model_graphdef=of_model,
+        model_treedef=jax.tree.structure(state),
+        shared=tuple(shared),
+    )
 
 
 def _tokens_after(state: RequestState, slots: jax.Array, positions: jax.Array) -> jax.Array:

@@ -96,9 +96,7 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
     if spec.num_drafts:  # those of the last known token and the drafts after it, for `verify`
         shape = (spec.num_slots, 1 + spec.num_drafts, spec.hidden_size)
         state["draft_hidden"] = jnp.zeros(shape, words_of(spec.dtype))
-    if (
-        spec.feature_size
-    ):  # those of the same tokens for an EAGLE-3 head, and the first one's position
+    if spec.feature_size:  # of the same tokens, for an EAGLE head, and the first one's position
         shape = (spec.num_slots, 1 + spec.num_drafts, spec.feature_size)
         state[FEATURES] = jnp.zeros(shape, words_of(spec.dtype))
         state[FEATURES_START] = jnp.full(spec.num_slots, _NOWHERE, jnp.int32)

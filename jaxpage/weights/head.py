@@ -1,4 +1,4 @@
-"""The abstract EAGLE-3 head of a checkpoint.
+"""The abstract EAGLE head of a checkpoint.
 
 Knows config.json, which tensors there are, and the tensor that says which tokens the head knows. Reads no other.
 """
@@ -6,11 +6,13 @@ Knows config.json, which tensors there are, and the tensor that says which token
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxpage.eagle_config import EAGLE3_HEADS, LAYERS
+from jaxpage.eagle_config import HEADS, LAYERS
 from jaxpage.models.config import ModelConfig
-from jaxpage.models.eagle3 import MAP, EagleHead, check_map, eagle3_config
+from jaxpage.models.decoder import CausalLM
+from jaxpage.models.eagle import FirstEagleHead, eagle_config
+from jaxpage.models.eagle3 import MAP, EagleHead, check_map, eagle3_config, eagle3_name
 from jaxpage.weights.load import quantization_config_of
 from jaxpage.weights.safetensors import INDEX, SINGLE, StoredTensor, open_checkpoint
 
@@ -21,34 +23,35 @@ if TYPE_CHECKING:
 
 
 def abstract_head(
-    hf_config: PretrainedConfig, config: ResolvedConfig, target: ModelConfig
-) -> EagleHead:
-    """The head in the folder `config.model` for the model `target`. Raises ValueError for what is no head, is not
-    supported, or does not fit the model.
+    hf_config: PretrainedConfig, config: ResolvedConfig, target: ModelConfig, method: str
+) -> CausalLM:
+    """The head in the folder `config.model` for the model `target`. Raises ValueError for what is no head of this
+    method, is not supported, or does not fit the model.
     """
     architecture = (hf_config.architectures or ["none"])[0]
-    # The heads of EAGLE's authors have the name of a model.
-    is_head = architecture in EAGLE3_HEADS or getattr(hf_config, "draft_vocab_size", None)
-    if not is_head or hf_config.model_type not in LAYERS:
+    # Heads of EAGLE's authors have the name of a model.
+    is_head = HEADS.get(architecture) == method or (
+        architecture not in HEADS and (method == "eagle" or hasattr(hf_config, "draft_vocab_size"))
+    )
+    layers = LAYERS if method == "eagle3" else ("llama",)
+    if not is_head or hf_config.model_type not in layers:
+        known = ", ".join(name for name, each in HEADS.items() if each == method)
         raise ValueError(
-            f"architecture {architecture} (model_type {hf_config.model_type!r}) is no EAGLE-3 head; supported are "
-            f"{', '.join(EAGLE3_HEADS)}, of model_type {' or '.join(LAYERS)}"
+            f"architecture {architecture} (model_type {hf_config.model_type!r}) is no head of method {method!r}; "
+            f"supported are {known}, of model_type {' or '.join(layers)}"
         )
     if quantization_config_of(hf_config):
         raise ValueError(
             f"{architecture} has a quantization_config, and heads are read as floats only; take one in bfloat16"
         )
     tensors = _tensors(config.model)
-    head = eagle3_config(
-        hf_config,
-        target,
-        tensors=tensors,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-    )
-    if tensors is not None and MAP in tensors:
-        offsets = tensors[MAP].read()
-        check_map(offsets, vocab_size=min(head.vocab_size, target.vocab_size))
+    sizes: dict[str, Any] = {"dtype": config.dtype, "max_model_len": config.max_model_len}
+    if method == "eagle":
+        return FirstEagleHead(eagle_config(hf_config, target, tensors=tensors, **sizes))
+    head = eagle3_config(hf_config, target, tensors=tensors, **sizes)
+    for name, tensor in (tensors or {}).items():
+        if eagle3_name(name) == MAP:
+            check_map(tensor.read(), vocab_size=min(head.vocab_size, target.vocab_size))
     return EagleHead(head)
 
 

@@ -306,7 +306,7 @@ def test_what_drafts_cost_is_shown():
     gain = f"a row 1 to 5 tokens; drafts pay if these are more than {step / plain:.2f} at 1 x 1000"
     assert gain in text and f"({plain:.2f} ms without drafts)" in text
     head = measured(drafts=LOOKUP | {"model": OF_DRAFTS | {"is_head": True}})
-    assert "by an EAGLE-3 head of 0.25 G parameters" in show(head, estimate(head))
+    assert "by an EAGLE head of 0.25 G parameters" in show(head, estimate(head))
     lookup = measured(drafts=LOOKUP)
     text = show(lookup, estimate(lookup))
     assert "drafts: at most 4 of a row, by prompt lookup" in text and "draft model" not in text

@@ -110,6 +110,21 @@ def test_a_head_reads_the_embedding_of_the_model(num_devices, tmp_path):
     assert (gathered in model["exchange"]) == (num_devices > 1)
 
 
+def test_a_head_of_the_first_eagle_reads_the_lm_head_of_the_model(tmp_path):
+    config = {name: each for name, each in HEAD.items() if name != "draft_vocab_size"}
+    config |= {"architectures": ["EagleLlamaForCausalLM"], "num_attention_heads": 16}
+    (tmp_path / "head.json").write_text(json.dumps(config))
+    speculative = {"model": str(tmp_path / "head.json"), "num_speculative_tokens": 4}
+    spec = spec_with_drafts(tmp_path, speculative_config=speculative)
+    found, size, inner = numbers_of_drafts(spec), 2048, 11_008
+    assert found is not None
+    floats = size * (2 * size + 2 * size + 2 * 2 * 128 + 3 * inner) + size
+    model, head = found["model"], 151_936 * 2048 * 2
+    assert (model["num_parameters"], model["weight_bytes"]) == (floats, 2 * floats)
+    assert model["head_bytes"] == model["head_flops"] == head
+    assert model["bytes_per_step"] == model["flops_per_token"] == 2 * floats + head
+
+
 def test_prompt_lookup_has_drafts_without_a_model(tmp_path):
     speculative = {"method": "ngram", "num_speculative_tokens": 7}
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512}

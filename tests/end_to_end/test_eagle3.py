@@ -1,7 +1,8 @@
-"""EAGLE-3 heads draft what the same heads draft in torch, and a request has the tokens that it has without."""
+"""EAGLE heads draft what the same heads draft in torch, and a request has the tokens that it has without."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import EngineSpec
+from jaxpage.weights.head import abstract_head
 from tests import checkpoints, eagle_heads, picture_models
 from tests.checkpoints import VOCAB_SIZE, answers, assert_same_answers, make_llm
-from tests.eagle_heads import CONFIG, Head, Target
+from tests.eagle_heads import CONFIG, FirstHead, Head, Target
 from tests.end_to_end import test_pictures
 from tests.end_to_end.test_draft_model import requests
 
@@ -67,7 +70,7 @@ def trained(target, llama, tmp_path_factory):
     return head, head.save(tmp_path_factory.mktemp("trained"))
 
 
-def check_drafts(llm: LLM, head: Head, target: Target) -> list[int]:
+def check_drafts(llm: LLM, head: Head | FirstHead, target: Target) -> list[int]:
     """From now on, after each launch of `draft`, that drafts are those of torch. Returns their number in each launch,
     which grows.
     """
@@ -184,7 +187,33 @@ def test_a_head_that_names_no_layers_reads_those_that_it_does_in_vllm(tmp_path):
     check_random(head, folder, target, path)
 
 
-def check_random(head: Head, folder, target: Target, path, **options) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {}), ("qwen2", {}), ("llama", {"tensor_parallel_size": 2})],
+    ids=["llama", "tied", "two devices"],
+)
+def test_a_head_of_the_first_eagle(family, options, tmp_path):
+    """It uses embedding and LM head of the model, which may be one."""
+    path = checkpoints.build(family, 0, tmp_path / "model")
+    target = Target(path)
+    head = FirstHead(target, bias=family == "llama")
+    check_random(head, head.save(tmp_path / "head"), target, path, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_head_of_the_first_eagle_uses_the_int8_head_of_the_model(family, tmp_path):
+    path = checkpoints.build(family, 0, tmp_path / "model")
+    folder = FirstHead(Target(path), bias=False).save(tmp_path / "head")
+    options = PLAIN | {"quantization": "int8"}
+    expected = answers(make_llm(path, **options), prompts(), greedy())
+    llm = make_llm(path, **options, **drafts_of(folder, method="eagle"))
+    assert_same_answers(answers(llm, prompts(), greedy()), expected, atol=2e-4)
+    assert llm.stats().num_draft_tokens > 100
+
+
+def check_random(head: Head | FirstHead, folder, target: Target, path, **options) -> None:
     """The drafts of a head that has learned nothing, by the method that its config.json says."""
     llm = make_llm(path, **PLAIN, **drafts_of(folder, method=None), **options)
     counts = check_drafts(llm, head, target)
@@ -294,8 +323,11 @@ def write_config(folder, **changes) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}, "is no EAGLE-3 head"),
-        ({"model_type": "qwen2"}, "model_type 'qwen2'. is no EAGLE-3 head"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None},
+            "is no head of method 'eagle3'",
+        ),
+        ({"model_type": "qwen2"}, "model_type 'qwen2'. is no head of method"),
         ({"hidden_size": 64}, "hidden states of 64 values, and those of LlamaForCausalLM have 32"),
         ({"target_hidden_size": 64}, "hidden states of 64 values"),
         (
@@ -303,6 +335,16 @@ def write_config(folder, **changes) -> Path:
             "layers 0, 1, 4 of a model that has layers",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1]}, "must be different"),
+        ({"eagle_aux_hidden_state_layer_ids": ["1"]}, "must be a list of integers"),
+        (
+            {
+                "eagle_aux_hidden_state_layer_ids": None,
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": 3},
+            },
+            "must be a list of integers",
+        ),
+        ({"draft_vocab_size": 300}, "draft_vocab_size is 300"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size is 0"),
         ({"vocab_size": 4000}, "vocabulary of 4,000 tokens"),
         ({"quantization_config": {"quant_method": "fp8"}}, "has a quantization_config"),
         (
@@ -346,8 +388,22 @@ def test_damaged_weights_are_said_to_be_the_heads(change, message, target, llama
         make_llm(llama, **PLAIN, **drafts_of(tmp_path))
 
 
+def test_heads_of_the_first_eagle_that_do_not_fit_are_refused(llama, tmp_path):
+    first = {"architectures": ["EagleLlamaForCausalLM"]}
+    for changes, message in (
+        ({"hidden_size": 64}, "hidden states of 64 values"),
+        ({"add_para_norm": True}, "add_para_norm is set"),
+        ({"architectures": CONFIG["architectures"]}, "is no head of method 'eagle'"),
+    ):
+        folder = write_config(tmp_path, **first | changes)
+        with pytest.raises(ValueError, match=message):
+            spec = spec_of(llama)
+            config = dataclasses.replace(spec.config, model=str(folder))
+            abstract_head(load_hf_config(str(folder)), config, spec.model.config, "eagle")
+
+
 def test_a_head_is_no_model(llama, tmp_path):
-    with pytest.raises(ValueError, match="is an EAGLE-3 head, which only drafts"):
+    with pytest.raises(ValueError, match="is an EAGLE head, which only drafts"):
         spec_of(write_config(tmp_path))
 
 
