@@ -29,14 +29,17 @@ def config_of(folder, tensors=(), target=TARGET):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"norm_before_residual": True, "num_hidden_layers": 2},
-        {"hidden_size": 48, "target_hidden_size": 32, "draft_vocab_size": None},
-        {"norm_before_fc": True},
-        {"fc_norm": True, "norm_output": True},
-        {"model_type": "qwen3", "head_dim": 16},
+        pytest.param({}, id="plain"),
+        pytest.param({"norm_before_residual": True, "num_hidden_layers": 2}, id="two layers"),
+        pytest.param({"norm_before_fc": True}, id="a norm of all"),
+        pytest.param({"fc_norm": True, "norm_output": True}, id="norms of each"),
+        pytest.param(
+            {"hidden_size": 48, "target_hidden_size": 32, "draft_vocab_size": None},
+            id="all tokens",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"model_type": "qwen3", "head_dim": 16}, id="Qwen 3", marks=pytest.mark.slow),
     ],
-    ids=["", "two layers", "all tokens", "a norm of all", "norms of each", "Qwen 3"],
 )
 def test_its_logits_and_features_are_those_of_torch(changes, tmp_path):
     rng = np.random.default_rng(0)
