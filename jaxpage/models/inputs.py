@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
@@ -33,3 +33,11 @@ class ForwardInput:
     # int32[..., T]: the slot of each token's adapter, 0 for none; for models with adapters, see `models.lora`.
     adapter_slots: jax.Array | None = None
     rotate: Rotate = Rotate()  # the heads of each layer, by their positions
+    # By the number of a layer: the call sets [..., T, E], its input, for those that are keys; behind the last layer,
+    # its output.
+    kept: dict[int, jax.Array | None] = field(default_factory=dict)
+
+    def keep(self, layer: int, x: jax.Array) -> None:
+        """Called by the model with the input of each layer."""
+        if layer in self.kept:
+            self.kept[layer] = x

@@ -26,7 +26,7 @@ from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.blocks import copy_blocks
 from jaxpage.ops.rope import Rotate
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.drafting import Drafting
+from jaxpage.runner.drafting import Drafting, Followed
 from jaxpage.runner.encoder import encode_into, with_pictures
 from jaxpage.runner.interventions import tapped_hidden_states
 from jaxpage.runner.layout import Layout
@@ -173,18 +173,14 @@ class Step:
         assert self.drafting is not None
         kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)
         own, of_drafts = self._split_pool(kv_pool)
-        options = {
-            "num_top_logprobs": 0,
-            "logprobs_mode": "raw",
-            "processors": self.spec.processors,
-        }
-        choose = self._division.choose(partial(_sample, **options))
+        options: dict[str, Any] = {"num_top_logprobs": 0, "logprobs_mode": "raw"}
+        sample_drafts = partial(_sample, **options, processors=self.spec.processors)
+        choose = self._division.choose(sample_drafts)
 
         def choose_tokens(model, hidden, *rest):
             return choose(self._division.row_logits(model, hidden), *rest)
 
-        parameters = leaves[self.treedef.num_leaves :]
-        of_drafts, state = self.drafting.draft(parameters, of_drafts, state, rows, choose_tokens)
+        of_drafts, state = self.drafting.draft(leaves, of_drafts, state, rows, choose_tokens)
         return own + of_drafts, state
 
     def verify(
@@ -308,12 +304,7 @@ class Step:
         """All tokens through the layers; their experts are counted."""
         batch = unpack_batch(state, rows, bucket, self.spec)
         own, of_drafts = self._split_pool(kv_pool)
-        pictures = self.spec.pictures
-        if self.drafting is not None:
-            parameters = leaves[self.treedef.num_leaves :]
-            of_drafts, _ = self.drafting.forward(
-                parameters, of_drafts, batch, is_decode=bucket.decode
-            )
+        pictures, drafting = self.spec.pictures, self.drafting
         attention = PagedAttention(
             own,
             batch,
@@ -330,6 +321,7 @@ class Step:
             is_token=batch.is_token,
             expert_load=[] if EXPERT_LOAD in state else None,
             rotate=Rotate(in_step=True, mesh=self.mesh),
+            kept=dict.fromkeys(() if drafting is None else drafting.read_layers),
         )
         if embeds:
             words, where = embeds
@@ -350,6 +342,9 @@ class Step:
             token_slots = batch.slots[token_rows(rows["num_tokens"], bucket)]
             found = tapped_hidden_states(model, inputs, state, token_slots, research)
             hidden, captured = found
+        if drafting is not None:
+            step = Followed(rows, bucket, batch, inputs.kept, hidden)
+            of_drafts, state = drafting.follow(leaves, of_drafts, state, step)
         if inputs.expert_load is not None:
             load = state[EXPERT_LOAD] + jnp.stack(inputs.expert_load)
             state = state | {EXPERT_LOAD: load}
