@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxpage.eagle_config import flattened
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -63,7 +65,7 @@ def load_hf_config(
             f"model={model!r} is not a folder; give the folder of a checkpoint, which can be had with "
             "hf download NAME --local-dir FOLDER"
         )
-    values = _read_json(file)
+    values = flattened(_read_json(file), file)
     if isinstance(hf_overrides, dict):
         values = _merge(values, hf_overrides)
     model_type = values.get("model_type", "")

@@ -1,4 +1,5 @@
-"""A draft model as shapes: a smaller model whose tokens are guesses at those of the engine's model.
+"""A draft model as shapes: a smaller model whose tokens are guesses at those of the engine's model; or an EAGLE head,
+which guesses from hidden states of that model.
 
 It has a KV pool of its own, whose blocks have the numbers of the engine's: whatever the model computes, the draft model
 computes too, so a block that is shared, copied or found in the prefix cache is so in both pools. Its tokens are only
@@ -23,6 +24,7 @@ from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.pool_choice import choose_pool
 from jaxpage.weights.abstract import abstract_model
+from jaxpage.weights.head import abstract_head
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -44,6 +46,12 @@ class DraftModel:
     layer_locations: tuple[Location, ...]
     no_kernel_reason: str | None  # why its attention runs in XLA, if a kernel exists for it
 
+    @property
+    def feature_size(self) -> int:
+        """Of the features that a head reads; 0: it is no head."""
+        config = self.model.config
+        return 0 if config.eagle is None else config.hidden_size
+
 
 def make_draft_model(
     config: ResolvedConfig,
@@ -55,10 +63,11 @@ def make_draft_model(
 ) -> DraftModel | None:
     """The draft model that the options of an engine name, if they do. model: the engine's; groups: of its layers.
 
-    Reads only config.json. Raises ValueError for a model that cannot guess for this one.
+    Reads only config.json; of a head also which tensors there are, and which tokens it knows. Raises ValueError for a
+    model that cannot guess for this one.
     """
     folder = config.draft_model
-    if folder is None:
+    if folder is None or config.speculative_config is None:
         return None
     # Quantised as its own checkpoint is, or to int8 as the model is; without a vision tower.
     quantization = config.quantization if config.quantization in ("int8", "dequantize") else None
@@ -71,7 +80,11 @@ def make_draft_model(
     )
     with named_errors():
         hf_config = load_hf_config(folder, None)
-        drafts, quantization, _ = abstract_model(hf_config, own, mesh)
+        method = config.speculative_config.method
+        if method in ("eagle", "eagle3"):
+            drafts = abstract_head(hf_config, own, model, method)
+        else:
+            drafts, quantization, _ = abstract_model(hf_config, own, mesh)
     _check(drafts.config, model)
     locations = _locations(drafts.config, groups, config.max_model_len)
     num_arrays = 1 + max(location.array for location in locations)

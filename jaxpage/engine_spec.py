@@ -134,6 +134,7 @@ class EngineSpec:
             decode_steps=config.decode_steps,
             num_drafts=config.num_drafts,
             has_draft_model=self.draft_model is not None,
+            feature_size=self.draft_model.feature_size if self.draft_model else 0,
             num_top_logprobs=size if config.max_logprobs == -1 else min(config.max_logprobs, size),
             logprobs_mode=config.logprobs_mode,
             num_scored=min(_MOST_SCORED, self.buckets[-1].num_rows),

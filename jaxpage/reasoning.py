@@ -102,6 +102,18 @@ def reasoning_tokens(
     return ReasoningTokens(start=ids(start), end=ids(end), forced_end=ids(forced_end))
 
 
+def has_markers(config: Any) -> bool:
+    """Whether `reasoning_tokens` knows the markers of `config`, so that reasoning can be limited."""
+    found = to_reasoning_config(config)
+    if found is None:
+        return False
+    try:
+        _markers(found, "")
+    except ValueError:
+        return False
+    return True
+
+
 def _markers(config: ReasoningConfig, wanted_by: str) -> tuple[str, str, str]:
     """The start, the end, and the forced end. Raises ValueError."""
     parser = config.reasoning_parser

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpage.eagle_config import method_of_head
 from jaxpage.hub import local_folder
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "eagle", "eagle3")
 _NGRAM = ("ngram", "[ngram]")  # vLLM's names of prompt lookup, as a method and as a model
 _LONGEST_LOOKUP = 5  # vLLM's default
 _MOST_TOKENS = 64
@@ -25,14 +26,18 @@ class SpeculativeConfig:
 
     Method "draft_model": a smaller model with the same tokenizer decodes the guess (https://arxiv.org/abs/2211.17192).
     It is the method if `model` is given.
+
+    Method "eagle3": an EAGLE-3 head (https://arxiv.org/abs/2503.01840), trained for the engine's model, guesses from
+    hidden states of that model. Method "eagle": so does a head of the first EAGLE (https://arxiv.org/abs/2401.15077).
+    These are the methods if config.json of `model` says that it is such a head.
     """
 
     num_speculative_tokens: int  # most tokens that are guessed in a step
     method: str | None = None  # one of METHODS; it becomes "draft_model" with a model, else "ngram"
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
-    model: str | None = None  # the draft model: a folder, or a name on the hub
-    revision: str | None = None  # of the draft model on the hub
+    model: str | None = None  # the draft model or head: a folder, or a name on the hub
+    revision: str | None = None  # of the draft model or head on the hub
     # accepted as in vLLM, without effect: the draft model is divided over the devices of the model
     draft_tensor_parallel_size: int | None = None
 
@@ -45,16 +50,17 @@ class SpeculativeConfig:
             object.__setattr__(self, "method", "ngram" if self.model is None else "draft_model")
         if self.method not in METHODS:
             raise ValueError(
-                f'method of speculative_config must be "ngram" (prompt lookup) or "draft_model", got {self.method!r}'
+                'method of speculative_config must be "ngram" (prompt lookup), "draft_model", "eagle" or "eagle3", '
+                f"got {self.method!r}"
             )
         _check_count("num_speculative_tokens", self.num_speculative_tokens)
-        if self.method == "draft_model":
+        if self.method != "ngram":
             self._check_draft_model()
             return
         for name in ("model", "revision", "draft_tensor_parallel_size"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f'{name} of speculative_config is for method "draft_model", not "ngram"'
+                    f'{name} of speculative_config is for methods "draft_model", "eagle" and "eagle3", not "ngram"'
                 )
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         shortest = shortest if shortest is not None else longest
@@ -70,25 +76,26 @@ class SpeculativeConfig:
         object.__setattr__(self, "prompt_lookup_max", longest)
 
     def with_local_files(self, **options: Any) -> SpeculativeConfig:
-        """The same with a local folder as the draft model, downloaded if necessary. options: of `hub.local_folder`.
-        Raises ValueError.
+        """The same with a local folder as the draft model, downloaded if necessary, and with the method that it needs.
+        options: of `hub.local_folder`. Raises ValueError.
         """
         if self.model is None:
             return self
         options |= {"revision": self.revision}
         folder = local_folder("model of speculative_config", self.model, **options)
-        return dataclasses.replace(self, model=folder)
+        method = method_of_head(folder) or self.method
+        return dataclasses.replace(self, model=folder, method=method)
 
     def _check_draft_model(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(
-                'method "draft_model" of speculative_config needs a model: a folder, or a name on the hub, '
+                f'method "{self.method}" of speculative_config needs a model: a folder, or a name on the hub, '
                 f"got {self.model!r}"
             )
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f'{name} of speculative_config is for method "ngram", not "draft_model"'
+                    f'{name} of speculative_config is for method "ngram", not "{self.method}"'
                 )
         if self.draft_tensor_parallel_size is not None:
             _check_count("draft_tensor_parallel_size", self.draft_tensor_parallel_size)

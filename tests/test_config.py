@@ -27,6 +27,7 @@ from jaxpage.config import (
     EngineConfig,
     ReasoningConfig,
 )
+from jaxpage.eagle_config import HEADS
 from jaxpage.speculation import SpeculativeConfig
 
 GIB = 2**30
@@ -202,8 +203,9 @@ def test_a_quant_policy_that_is_none_is_refused():
         {"logprobs_mode": "logits"},
         {"structured_outputs_config": {"max_nesting": 0}},
         {"speculative_config": {"method": "ngram"}},
-        {"speculative_config": {"method": "eagle", "num_speculative_tokens": 4}},
+        {"speculative_config": {"method": "medusa", "num_speculative_tokens": 4}},
         {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 4}},
+        {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 4}},
         {"speculative_config": {"model": "draft", "num_speculative_tokens": 0}},
         {
             "speculative_config": {
@@ -274,6 +276,17 @@ def test_prompt_lookup_has_the_names_that_it_has_in_vllm(names):
     config = SpeculativeConfig(num_speculative_tokens=4, **names)
     assert config == SpeculativeConfig(num_speculative_tokens=4)
     assert config.with_local_files() is config
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", *HEADS])
+def test_a_draft_model_that_is_a_head_has_the_method_of_heads(architecture, tmp_path):
+    given = SpeculativeConfig(model=str(tmp_path), num_speculative_tokens=4)
+    assert given.method == "draft_model"
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert given.with_local_files().method == HEADS.get(architecture, "draft_model")
+    # As EAGLE's authors call their heads.
+    explicit = dataclasses.replace(given, method="eagle3")
+    assert explicit.with_local_files().method == HEADS.get(architecture, "eagle3")
 
 
 def test_nothing_is_left_to_interpret():

@@ -14,6 +14,7 @@ from jaxpage.adapter_cache import AdapterCache
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import EngineConfig
 from jaxpage.input_processor import InputProcessor, derive_seed
+from jaxpage.reasoning import has_markers
 from jaxpage.sampling.features import features_of
 from jaxpage.sampling.thinking import THINKING
 from jaxpage.sampling_params import SamplingParams
@@ -235,6 +236,20 @@ def test_a_thinking_budget_without_usable_markers_is_refused(make, options, mess
     inputs = make(reasoning_config={"reasoning_parser": "qwen3"}, skip_tokenizer_init=True)
     with pytest.raises(ValueError, match="thinking_token_budget needs a tokenizer"):
         inputs.requests(inputs.parse([5]), BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("options", "known"),
+    [
+        (None, False),
+        ({"reasoning_start_str": "the"}, False),
+        ({"reasoning_parser": "gpt_oss"}, False),
+        ({"reasoning_parser": "qwen3"}, True),
+        ({"reasoning_start_str": "the", "reasoning_end_str": "so"}, True),
+    ],
+)
+def test_whether_reasoning_can_be_limited_is_known_before(options, known):
+    assert has_markers(options) is known
 
 
 def test_each_prompt_has_a_priority_and_bad_words_need_a_tokenizer(make):

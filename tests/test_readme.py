@@ -202,6 +202,7 @@ SEEING = fake_vision.OPTIONS | {
 SMALL = {
     '"model": "Qwen/Qwen2.5-0.5B-Instruct"': '"model": FOLDER',
     '"Qwen/Qwen2.5-7B-Instruct"': "FOLDER, enforce_eager=True, max_num_seqs=8",
+    '"Qwen/Qwen3-8B"': "FOLDER, enforce_eager=True, max_num_seqs=8",
     '"Qwen/Qwen2.5-0.5B-Instruct"': "FOLDER, enforce_eager=True, max_num_seqs=8",
     '"Qwen/Qwen2.5-VL-3B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8, **{SEEING!r}",
     '"Qwen/Qwen3-Embedding-0.6B"': "FOLDER, runner='pooling', enforce_eager=True",
@@ -209,6 +210,15 @@ SMALL = {
     "checkpoint()": "FOLDER",
     "hidden_size = 896": f"hidden_size = {tiny.TINY_CONFIG['hidden_size']}",
 }
+
+
+def save_head(folder: Path, model: Path) -> None:
+    """An EAGLE-3 head for the tiny model."""
+    from tests.eagle_heads import CONFIG, Head, Target
+
+    sizes = {name: tiny.TINY_CONFIG[name] for name in ("hidden_size", "vocab_size")}
+    config = CONFIG | sizes | {"eagle_aux_hidden_state_layer_ids": [0, 1]}
+    Head(config, Target(model).embedding).save(folder)
 
 
 @pytest.mark.slow  # whole engines
@@ -224,6 +234,8 @@ def test_code_runs(block, model, tmp_path, monkeypatch):
     folder = model(1 + max(map(int, re.findall(r"blocks\.(\d)\.", block)), default=0))
     for name in re.findall(r'"(adapters/\w+)"', block):
         save_adapter(tmp_path / name, folder, seed=0)
+    for name in re.findall(r'"(\S+\.eagle3)"', block):
+        save_head(tmp_path / name, folder)
     for theirs, ours in SMALL.items():
         block = block.replace(theirs, ours)
     with few_programs(), running_server(block, folder) as block, fake_vision.registered():

@@ -33,15 +33,20 @@ _MOST_CHECKED = 512  # rows whose logits `verify` keeps, see `runner.step`
 def numbers_of_model(spec: EngineSpec) -> dict[str, Any]:
     """Those of the spec's model, whatever its draft model. Bytes and flops are those of one device."""
     spec = dataclasses.replace(spec, draft_model=None)
-    weights = spec.weight_bytes
+    model, weights = spec.model.config, spec.weight_bytes
     described = specs(spec.model)
-    has_own_head = spec.model.lm_head is not None
+    shares_head = model.eagle is not None and not model.eagle.has_head
+    has_own_head = spec.model.lm_head is not None or shares_head
     of_encoder = sum(weights[path] for path in weights if path.startswith(ENCODER))
     of_head = sum(weights[path] for path in weights if path.startswith(HEAD))
-    # A step reads only a few rows of an embedding that is not tied to the head.
-    embedding = weights[EMBEDDING] if has_own_head else 0
-    head_size = math.prod(described[EMBEDDING].shape)
-    multiplied = num_active(spec.model) - (head_size if has_own_head else 0)
+    # A step reads only a few rows of an embedding that is not tied to the head. An EAGLE head may have none, and
+    # knows fewer tokens.
+    has_embedding = has_own_head and EMBEDDING in described
+    embedding = weights[EMBEDDING] if has_embedding else 0
+    num_known = model.vocab_size if model.eagle is None else model.eagle.vocab_size  # 0: shared
+    head_size = num_known * model.hidden_size
+    not_multiplied = math.prod(described[EMBEDDING].shape) if has_embedding else 0
+    multiplied = num_active(spec.model) - not_multiplied
     return {
         "weight_bytes": sum(weights.values()),
         "bytes_per_step": sum(weights.values()) - embedding - of_encoder,
@@ -110,11 +115,24 @@ def numbers_of_drafts(spec: EngineSpec) -> dict[str, Any] | None:
         parameters = specs(own.model).values()
         model["num_parameters"] = sum(each.num_weights for each in parameters)
         model["block_bytes"] = own.block_bytes
+        eagle = own.model.config.eagle
+        model["is_head"] = eagle is not None
+        if eagle is not None and not eagle.has_head:
+            model |= _with_head_of(model, numbers_of_model(spec))
         model["no_kernel_reason"] = own.no_kernel_reason
     return {
         "num_tokens": spec.config.num_drafts,
         "forward": forward_of_drafts(spec),
         "model": model,
+    }
+
+
+def _with_head_of(drafts: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """What changes in the numbers of an EAGLE head that uses the LM head of the model."""
+    head = {name: model[name] for name in ("head_bytes", "head_flops")}
+    return head | {
+        "bytes_per_step": drafts["bytes_per_step"] + head["head_bytes"],
+        "flops_per_token": drafts["flops_per_token"] + head["head_flops"],
     }
 
 

@@ -33,14 +33,18 @@ def exchange_of(spec: EngineSpec) -> list[Collective]:
     described = specs(spec.model)
     divided = {path: each for path, each in described.items() if _is_divided(each, spec.mesh)}
     products = [each for each in divided.values() if each.axes[0] == "embed"]
+    # An EAGLE head without an embedding reads that of the engine's model; one with fewer tokens gathers their logits.
+    has_shares = EMBEDDING in divided if EMBEDDING in described else vocab % num_devices == 0
     num_rounded = sum(_rounds_inputs(each, described) for each in products)
     product_itemsize = 4 if spec.hardware.platform == "gpu" else itemsize
     sums = [
         Collective("all-reduce", len(products), size * product_itemsize),
-        Collective("all-reduce", int(EMBEDDING in divided), size * itemsize),
+        Collective("all-reduce", int(has_shares), size * itemsize),
         Collective("all-reduce", num_rounded, 4),
     ]
     found = [each for each in sums if each.count] + _gathered_heads(spec, list(divided.values()))
+    if model.eagle is not None and model.eagle.has_map:
+        found.append(Collective("all-gather", 1, 4 * model.eagle.vocab_size))
     if vocab % num_devices == 0:
         found.append(Collective("all-to-all", 1, 4 * vocab / num_devices))
     # The token, its logprob and rank, and the top logprobs.

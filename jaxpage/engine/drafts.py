@@ -16,7 +16,7 @@ from jaxpage.speculation import SpeculativeConfig
 
 
 class OnDevice(NamedTuple):
-    """The draft model guesses on the device, as many tokens as it is asked for."""
+    """A draft model or a head guesses on the device, as many tokens as it is asked for."""
 
     num_tokens: int  # most of a row in a step
 
@@ -55,9 +55,9 @@ class PromptLookup:
 
 def drafter_of(config: SpeculativeConfig) -> PromptLookup | OnDevice:
     """What makes the drafts of an engine with this config."""
-    if config.method == "draft_model":
-        return OnDevice(config.num_speculative_tokens)
-    return PromptLookup(config)
+    if config.method == "ngram":
+        return PromptLookup(config)
+    return OnDevice(config.num_speculative_tokens)
 
 
 def add_drafts(step: ScheduledStep, drafter: PromptLookup | OnDevice, budget: int) -> None:

@@ -120,6 +120,26 @@ class GatedDelta:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions:
+    """What only EAGLE heads have, see `models.eagle3` and `models.eagle`."""
+
+    # Of the engine's model, whose inputs are read; (): its final hidden states are.
+    layers: tuple[int, ...]
+    target_hidden_size: int  # of that model
+    has_head: bool = True  # an LM head of its own, as EAGLE-3; otherwise the model's
+    vocab_size: int = 0  # tokens that its own one knows
+    has_map: bool = False  # from these to the model's; otherwise both have the same numbers
+    has_embedding: bool = False  # of its own; otherwise the model's
+    has_bias: bool = False  # what maps pairs to inputs, of the first EAGLE
+    # What is normalised: the feature with which the residual begins, all hidden states that are read together, those of
+    # each layer, the features that the head makes itself.
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
 class KVHeads(NamedTuple):
     """The KV heads of a layer."""
 
@@ -166,6 +186,7 @@ class ModelConfig:
     num_kv_shared_layers: int = 0
     gemma4: Gemma4Options | None = None
     gated_delta: GatedDelta | None = None
+    eagle: EagleOptions | None = None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

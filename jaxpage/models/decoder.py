@@ -39,20 +39,22 @@ from pallas_kernels.rope.reference import split
 class SelfAttention(nnx.Module):
     """Projections, optional norms of q and k, RoPE; the attention proper is an argument."""
 
-    def __init__(self, config: ModelConfig, index: int, norm: Norm):
+    def __init__(self, config: ModelConfig, index: int, norm: Norm, *, width: int | None = None):
+        """width: of the input, if it is not the model dim."""
         self.config, self.index = config, index
         # Of the projections besides q_proj those that the layer has, or had before they were joined.
         self.kv_projections: tuple[str, ...] = ("k_proj", "v_proj")
         num_kv_heads, head_dim = config.kv_heads(index)
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         embed = config.hidden_size
+        width = width or embed
         init, dtype = Normal(config.initializer_range), config.dtype
 
         def projection(num_heads: int, axis: str) -> Linear:
             return Linear(
-                (num_heads * head_dim, embed),
+                (num_heads * head_dim, width),
                 axes=(axis, "embed"),
-                units=(num_heads, embed),
+                units=(num_heads, width),
                 bias=config.qkv_bias,
                 init=init,
                 dtype=dtype,
@@ -262,9 +264,11 @@ class Decoder(nnx.Module):
         }
         given = zip(self.layers, config.ropes, self.layer_inputs(inputs, x), strict=True)
         for index, (layer, rope, more) in enumerate(given):
+            inputs.keep(index, x)
             x = layer(x, rotations[rope], inputs.attention, **more)
             if index < len(deeper):
                 x += deeper[index]
+        inputs.keep(config.num_layers, x)
         return self.norm(x)
 
     def layer_inputs(self, inputs: ForwardInput, x: jax.Array) -> list[dict[str, Any]]:

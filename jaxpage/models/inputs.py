@@ -36,3 +36,11 @@ class ForwardInput:
     rotate: Rotate = Rotate()  # the heads of each layer, by their positions
     # Of layers with a recurrent state; by default tokens are whole sequences without padding.
     recurrence: Recurrence = field(default_factory=WholeSequences)
+    # By the number of a layer: the call sets [..., T, E], its input, for those that are keys; behind the last layer,
+    # its output.
+    kept: dict[int, jax.Array | None] = field(default_factory=dict)
+
+    def keep(self, layer: int, x: jax.Array) -> None:
+        """Called by the model with the input of each layer."""
+        if layer in self.kept:
+            self.kept[layer] = x

@@ -11,9 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxpage.eagle_config import HEADS
 from jaxpage.models.cohere import cohere, cohere2_config, cohere_config
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
+from jaxpage.models.eagle import eagle_name
+from jaxpage.models.eagle3 import eagle3_name
 from jaxpage.models.gemma import (
     gemma,
     gemma1,
@@ -140,6 +143,9 @@ _QWEN_3_5_WITH_PICTURES = replace(
     text_only=_QWEN_3_5,
 )
 
+# Heads are no models of an engine, so their names are not in the registry.
+_EAGLE, _EAGLE_3 = Family(tensor_name=eagle_name), Family(tensor_name=eagle3_name)
+
 REGISTRY: dict[str, Family] = {
     "Cohere2ForCausalLM": Family(config_from_hf=cohere2_config, module=cohere),
     "CohereForCausalLM": Family(config_from_hf=cohere_config, module=cohere),
@@ -252,6 +258,10 @@ REGISTRY: dict[str, Family] = {
 def family(hf_config: PretrainedConfig) -> Family:
     """The family of a config. Raises ValueError for an architecture that is not supported."""
     name = (hf_config.architectures or [f"none (model_type {hf_config.model_type!r})"])[0]
+    if name in HEADS:
+        raise ValueError(
+            f"{name} is an EAGLE head, which only drafts for a model: give it as the model of speculative_config"
+        )
     if name not in REGISTRY:
         supported = ", ".join(REGISTRY)
         raise ValueError(
@@ -309,6 +319,8 @@ def naming_of(config: ModelConfig) -> Naming:
 
 
 def _family_of(config: ModelConfig) -> Family:
+    if config.eagle is not None:
+        return _EAGLE_3 if config.eagle.has_head else _EAGLE
     found = REGISTRY[config.architecture]
     return found.text_only or found if config.vision is None else found
 

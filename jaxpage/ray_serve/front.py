@@ -12,17 +12,17 @@ from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.responses import JSONResponse
 from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxpage.ray_serve.call import Call, ReplicaFailedError, WholeAnswer, read_call
 from jaxpage.ray_serve.prefix import prefix_keys
 from jaxpage.ray_serve.together import EVERYWHERE, together
+from jaxpage.server.error_response import error_response, last_events
 from jaxpage.server.errors import ApiError
 from jaxpage.server.limits import BodyLimit
-from jaxpage.server.streaming import event
 
+_BUSY = (503, 529)  # the second is Anthropic's
 _RETRY_AFTER = {"Retry-After": "1"}
 
 
@@ -83,7 +83,7 @@ class Front:
             async with contextlib.aclosing(self._replicas.answer(call)) as parts:
                 async for replica, messages in parts:
                     for message in messages:
-                        if not is_last_try and message.get("status") == 503:
+                        if not is_last_try and message.get("status") in _BUSY:
                             return replica
                         await answer.send(message)
         except ReplicaFailedError:
@@ -128,11 +128,10 @@ class _Answer:
             503, "the replica that was answering has failed; try again", headers=_RETRY_AFTER
         )
         if not self.has_begun:
-            response = JSONResponse(error.body(), error.status, error.headers)
-            await response(scope, receive, self._send)
+            await error_response(error, scope)(scope, receive, self._send)
             return
         headers = dict(self._start["headers"]) if self._start else {}
         if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
             raise ConnectionError(error.message)
-        last = event(error.body()) + b"data: [DONE]\n\n"
+        last = last_events(error, scope)
         await self._send({"type": "http.response.body", "body": last, "more_body": False})

@@ -32,7 +32,7 @@ from jaxpage.runner.calls import (
     VOCABULARY,
     WRITE,
 )
-from jaxpage.runner.drafting import Drafting
+from jaxpage.runner.eagle_drafting import make_drafting
 from jaxpage.runner.encoder import abstract_inputs, encode_name
 from jaxpage.runner.host_memory import (
     content_shapes,
@@ -109,7 +109,7 @@ class Lowerings:
             spec=step_spec,
             pool_spec=pool_spec,
             mesh=mesh,
-            drafting=draft_model and _drafting(draft_model, step_spec, mesh),
+            drafting=draft_model and make_drafting(model, draft_model, step_spec, mesh),
         )
         models = [model] if draft_model is None else [model, draft_model.model]
         # All parameters, in the order in which programs take them.
@@ -363,15 +363,3 @@ def num_bytes(tree: Any) -> int:
     """Bytes of all arrays of a tree, or of their `jax.ShapeDtypeStruct`s."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-
-
-def _drafting(draft_model: DraftModel, spec: StepSpec, mesh: Mesh | None) -> Drafting:
-    graphdef, state = nnx.split(draft_model.model)
-    return Drafting(
-        graphdef=graphdef,
-        treedef=jax.tree.structure(state),
-        spec=spec,
-        pool_spec=draft_model.pool,
-        layer_locations=draft_model.layer_locations,
-        mesh=mesh,
-    )

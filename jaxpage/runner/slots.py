@@ -28,7 +28,10 @@ from jaxpage.sampling.sampler import stops
 
 POSITION_OFFSET = "position_offset"
 EXPERT_LOAD = "expert_load"  # see `StepSpec`; counts of the current launch
+FEATURES = "draft_features"  # see `runner.eagle_drafting`
+FEATURES_START = "draft_features_start"
 ADAPTER = "adapter"  # name of the field with a sequence's adapter slot; 0: none
+_NOWHERE = -(2**30)  # no position that a sequence has is near it
 
 
 def has_positions(spec: StepSpec) -> bool:
@@ -93,6 +96,10 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
     if spec.num_drafts:  # those of the last known token and the drafts after it, for `verify`
         shape = (spec.num_slots, 1 + spec.num_drafts, spec.hidden_size)
         state["draft_hidden"] = jnp.zeros(shape, words_of(spec.dtype))
+    if spec.feature_size:  # of the same tokens, for an EAGLE head, and the first one's position
+        shape = (spec.num_slots, 1 + spec.num_drafts, spec.feature_size)
+        state[FEATURES] = jnp.zeros(shape, words_of(spec.dtype))
+        state[FEATURES_START] = jnp.full(spec.num_slots, _NOWHERE, jnp.int32)
     if spec.pictures is not None:  # see `runner.encoder`
         shape = (spec.pictures.num_rows, spec.pictures.vision.embedding_size)
         state["pictures"] = jnp.zeros(shape, words_of(spec.dtype))
@@ -164,6 +171,8 @@ def make_admit(layout: Layout) -> Callable[[RequestState, jax.Array], RequestSta
         row = layout.unpack(packed)
         slot = row.pop("slot")
         row["finished"] = jnp.zeros((), jnp.bool_)
+        if FEATURES_START in state:
+            row[FEATURES_START] = jnp.int32(_NOWHERE)
         changed = {
             name: lax.dynamic_update_index_in_dim(state[name], value, slot, 0)
             for name, value in row.items()

@@ -47,6 +47,7 @@ class StepSpec:
     decode_steps: int  # most decode steps in one launch
     num_drafts: int = 0  # most drafts of a row in a step
     has_draft_model: bool = False  # which makes them; otherwise the host does
+    feature_size: int = 0  # of the features that an EAGLE head reads; 0: there is no head
     num_top_logprobs: int  # W
     logprobs_mode: str
     num_scored: int  # prompt tokens that are scored at a time

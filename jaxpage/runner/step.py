@@ -26,25 +26,18 @@ from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.blocks import copy_blocks
 from jaxpage.ops.rope import Rotate
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.drafting import Drafting
-from jaxpage.runner.encoder import encode_into, with_pictures
+from jaxpage.runner.drafting import Drafting, Followed
+from jaxpage.runner.encoder import encode_into
 from jaxpage.runner.interventions import tapped_hidden_states
 from jaxpage.runner.layout import Layout
 from jaxpage.runner.logits import Division
-from jaxpage.runner.packed_tokens import (
-    Rows,
-    last_known,
-    rotary_positions,
-    token_rows,
-    unpack_batch,
-)
+from jaxpage.runner.model_inputs import token_slots, with_extras
+from jaxpage.runner.packed_tokens import Rows, last_known, unpack_batch
 from jaxpage.runner.recurrence import SlotRecurrence
 from jaxpage.runner.slots import (
-    ADAPTER,
     EXPERT_LOAD,
     append_tokens,
     drafts_of,
-    has_positions,
     keep_hidden,
     store_drafts,
     update_tables,
@@ -174,18 +167,14 @@ class Step:
         assert self.drafting is not None
         kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)
         own, of_drafts = self._split_pool(kv_pool)
-        options = {
-            "num_top_logprobs": 0,
-            "logprobs_mode": "raw",
-            "processors": self.spec.processors,
-        }
-        choose = self._division.choose(partial(_sample, **options))
+        options: dict[str, Any] = {"num_top_logprobs": 0, "logprobs_mode": "raw"}
+        sample_drafts = partial(_sample, **options, processors=self.spec.processors)
+        choose = self._division.choose(sample_drafts)
 
         def choose_tokens(model, hidden, *rest):
             return choose(self._division.row_logits(model, hidden), *rest)
 
-        parameters = leaves[self.treedef.num_leaves :]
-        of_drafts, state = self.drafting.draft(parameters, of_drafts, state, rows, choose_tokens)
+        of_drafts, state = self.drafting.draft(leaves, of_drafts, state, rows, choose_tokens)
         return own + of_drafts, state
 
     def verify(
@@ -309,17 +298,7 @@ class Step:
         """All tokens through the layers; their experts are counted."""
         batch = unpack_batch(state, rows, bucket, self.spec)
         own, of_drafts = self._split_pool(kv_pool)
-        pictures = self.spec.pictures
-
-        def token_slots() -> jax.Array:
-            """int32[T]"""
-            return batch.slots[token_rows(rows["num_tokens"], bucket)]
-
-        if self.drafting is not None:
-            parameters = leaves[self.treedef.num_leaves :]
-            of_drafts, _ = self.drafting.forward(
-                parameters, of_drafts, batch, is_decode=bucket.decode
-            )
+        pictures, drafting = self.spec.pictures, self.drafting
         attention = PagedAttention(
             own,
             batch,
@@ -336,18 +315,9 @@ class Step:
             is_token=batch.is_token,
             expert_load=[] if EXPERT_LOAD in state else None,
             rotate=Rotate(in_step=True, mesh=self.mesh),
+            kept=dict.fromkeys(() if drafting is None else drafting.read_layers),
         )
-        if embeds:
-            words, where = embeds
-            values = lax.bitcast_convert_type(words, self.spec.dtype)
-            inputs = replace(inputs, embeds=values, is_embed=where)
-        if pictures is not None and not bucket.decode:
-            inputs = with_pictures(inputs, state, rows["picture_rows"], self.spec.dtype)
-        if has_positions(self.spec):
-            positions = rotary_positions(state, rows, bucket, batch.positions)
-            inputs = replace(inputs, positions=positions)
-        if ADAPTER in state:
-            inputs = replace(inputs, adapter_slots=state[ADAPTER][token_slots()])
+        inputs = with_extras(inputs, state, rows, batch, bucket, self.spec, embeds)
         recurrence = None
         if (sizes := self.spec.gated_delta) is not None:
             where = {"on_gpu": self._platform == "gpu", "mesh": self.mesh}
@@ -357,10 +327,13 @@ class Step:
         if research is None:
             hidden = model.hidden_states(inputs)
         else:
-            found = tapped_hidden_states(model, inputs, state, token_slots(), research)
-            hidden, captured = found
+            slots = token_slots(batch, rows, bucket)
+            hidden, captured = tapped_hidden_states(model, inputs, state, slots, research)
         if recurrence is not None:
             state = recurrence.state
+        if drafting is not None:
+            step = Followed(rows, bucket, batch, inputs.kept, hidden)
+            of_drafts, state = drafting.follow(leaves, of_drafts, state, step)
         if inputs.expert_load is not None:
             load = state[EXPERT_LOAD] + jnp.stack(inputs.expert_load)
             state = state | {EXPERT_LOAD: load}

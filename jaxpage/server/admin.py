@@ -116,7 +116,7 @@ def _engine_ids(known: Mapping[str, Sequence[str]], names: Sequence[str] | None)
 
 
 def _without_prefix(name: str) -> str:
-    for prefix in ("chatcmpl-", "cmpl-", "resp_"):
+    for prefix in ("chatcmpl-", "cmpl-", "resp_", "msg_"):
         if name.startswith(prefix):
             return name.removeprefix(prefix)
     return name

@@ -14,12 +14,13 @@ from starlette.responses import JSONResponse, Response
 
 from jaxpage import __version__
 from jaxpage.async_llm import EngineAsleepError, EngineDeadError
-from jaxpage.server import admin, operation, response_routes, rl, tokens, trl
+from jaxpage.server import admin, message_routes, operation, response_routes, rl, tokens, trl
 from jaxpage.server.access_log import AccessLog
 from jaxpage.server.batch import Caller
 from jaxpage.server.chat import ChatCall
 from jaxpage.server.completions import CompletionCall
 from jaxpage.server.context import Server
+from jaxpage.server.error_response import error_response
 from jaxpage.server.errors import ApiError, to_answer_error, to_api_error
 from jaxpage.server.generate import GenerateCall
 from jaxpage.server.limits import BodyLimit, KeyCheck
@@ -48,6 +49,7 @@ def make_app(server: Server) -> FastAPI:
     app.include_router(operation.router(server))
     app.include_router(tokens.router(server))
     app.include_router(response_routes.router(server))
+    app.include_router(message_routes.router(server, answer))
     app.include_router(admin.router(server))
     if server.options.enable_rl:
         app.include_router(rl.router(server))
@@ -155,5 +157,4 @@ async def answer(
 
 
 async def _report(request: Request, error: Exception) -> Response:
-    api_error = to_api_error(error)
-    return JSONResponse(api_error.body(), api_error.status, api_error.headers)
+    return error_response(to_api_error(error), request.scope)

@@ -11,6 +11,7 @@ from typing import Any
 from jaxpage.chat_template import text_of
 from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import CompletionOutput
+from jaxpage.prompts import Prompt
 from jaxpage.reasoning_parsers import OutputParser
 from jaxpage.server.batch import Asked, Batch, Caller
 from jaxpage.server.context import Head, Server
@@ -45,18 +46,24 @@ def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendere
     chat_format = inputs.chat_format(body.chat_template)
     params = chat_format.params(body.params(inputs.default_options), tools, choice)
     server.check_size(1, params)
+    prompt = prompt_of(server, body, inputs)
+    prompt.cache_salt = body.cache_salt
+    parsers = [chat_format.parser(tools, choice, prompt.text) for _ in range(params.n)]
+    return Rendered(prompts=[prompt], params=params, parsers=parsers, choice=choice)
+
+
+def prompt_of(server: Server, body: ChatRequest, inputs: InputProcessor) -> Prompt:
+    """The conversation as the chat template renders it. In the input thread. Raises ValueError."""
     if body.truncate_prompt_tokens is None:
         check_messages(body.messages, inputs)
     options = body.template_options(
         trust_template=server.options.trust_request_chat_template,
         defaults=server.options.default_chat_template_kwargs,
     )
-    hides_tools = choice == "none" and server.options.exclude_tools_when_tool_choice_none
-    seen = None if hides_tools else tools
-    (prompt,) = inputs.parse_chat(body.messages, tools=seen, **options)
-    prompt.cache_salt = body.cache_salt
-    parsers = [chat_format.parser(tools, choice, prompt.text) for _ in range(params.n)]
-    return Rendered(prompts=[prompt], params=params, parsers=parsers, choice=choice)
+    hides_tools = body.choice() == "none" and server.options.exclude_tools_when_tool_choice_none
+    tools = None if hides_tools else body.tool_list
+    (prompt,) = inputs.parse_chat(body.messages, tools=tools, **options)
+    return prompt
 
 
 class ChatCall:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,6 +107,14 @@ class Server:
     async def with_media(self, body: B) -> B:
         """The body with the pictures in its messages loaded. Raises ValueError."""
         return body.model_copy(update={"messages": await self.llm.load_media(body.messages)})
+
+    async def seen(self, messages: list[dict[str, Any]], field: str) -> Sequence[Any]:
+        """Chat messages that were made of `field`, with their pictures loaded. Raises ApiError."""
+        try:
+            return await self.llm.load_media(messages)
+        except ValueError as error:
+            message = f"{field}, as messages of a chat: {error}"
+            raise ApiError(400, message, param=field) from None
 
     async def with_inputs(self, function: Callable[[InputProcessor], T]) -> T:
         """Run a function that needs the tokenizer, in the tokenizer's thread."""

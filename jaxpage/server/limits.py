@@ -8,9 +8,9 @@ import hmac
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxpage.server.error_response import error_response
 from jaxpage.server.errors import ApiError
 
 OPEN_PATHS = ("/health", "/live", "/ready", "/ping", "/metrics")  # for probes and scrapers
@@ -63,14 +63,13 @@ class KeyCheck:
         if scope["type"] == "http" and scope["method"] != "OPTIONS":
             error = self._refusal(scope)
             if error is not None:
-                response = JSONResponse(error.body(), error.status, error.headers)
-                await response(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        given = _key_of(scope)
+        given = _keys_of(scope)
         if path in ADMIN_PATHS:
             return self._admin_refusal(scope, given)
         if not self._keys or self._is_open(path):
@@ -78,12 +77,12 @@ class KeyCheck:
         if not self._is_among(given, [*self._keys, self._admin_key or b""]):
             return ApiError(
                 401,
-                'a key is needed: "Authorization: Bearer KEY"',
+                'a key is needed: "Authorization: Bearer KEY" or "x-api-key: KEY"',
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return None
 
-    def _admin_refusal(self, scope: Scope, given: bytes) -> ApiError | None:
+    def _admin_refusal(self, scope: Scope, given: Sequence[bytes]) -> ApiError | None:
         client = scope.get("client")
         if self._admin_key is not None:
             if self._is_among(given, [self._admin_key]):
@@ -101,17 +100,21 @@ class KeyCheck:
             return False
         return path in OPEN_PATHS or path == "/" or path.startswith(OPEN_PREFIXES)
 
-    def _is_among(self, given: bytes, keys: Sequence[bytes]) -> bool:
-        """In constant time, whichever key matches, and however much of a key is right."""
+    def _is_among(self, given: Sequence[bytes], keys: Sequence[bytes]) -> bool:
+        """Whether one of `given` is. In constant time, whichever key matches, and however much of a key is right."""
         found = False
         for key in keys:
-            found |= bool(key) and hmac.compare_digest(given, key)
+            for one in given:
+                found |= bool(key) and hmac.compare_digest(one, key)
         return found
 
 
-def _key_of(scope: Scope) -> bytes:
-    kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-    return key.strip().encode() if kind.lower() == "bearer" else b""
+def _keys_of(scope: Scope) -> tuple[bytes, bytes]:
+    """Where clients of OpenAI and of Anthropic write their key; some send both headers."""
+    headers = Headers(scope=scope)
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    bearer = key if kind.lower() == "bearer" else ""
+    return bearer.strip().encode(), headers.get("x-api-key", "").strip().encode()
 
 
 class BodyLimit:
@@ -149,9 +152,11 @@ class BodyLimit:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = ApiError(
-            413, f"the body is larger than {self._max_size} bytes, the limit of --max-body-size"
+            413,
+            f"the body is larger than {self._max_size} bytes, the limit of --max-body-size",
+            headers={"Connection": "close"},
         )
-        await JSONResponse(error.body(), 413, {"Connection": "close"})(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
 
 async def _discard(receive: Receive) -> None:

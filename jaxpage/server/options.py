@@ -33,7 +33,7 @@ class ServerOptions:
     served_model_name: tuple[str, ...] = ()  # model names in requests; none: the model's
     # initial adapters, each NAME=PATH or {"name": NAME, "path": PATH}; with --enable-lora
     lora_modules: tuple[str, ...] = ()
-    # keys of clients, who send one with every request: "Authorization: Bearer KEY"
+    # keys of clients, who send one with every request: "Authorization: Bearer KEY" or "x-api-key: KEY"
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None  # more keys, one per line
     # key for pause, profile, reset, abort, adapters and enable_rl; without one only local clients may use them

@@ -293,6 +293,7 @@ def _add_refusals(app: FastAPI, info: ModelInfo) -> None:
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
     @app.post("/v1/responses")
+    @app.post("/v1/messages")
     async def generate() -> Response:
         raise ApiError(
             400, f"{info.name} does not generate text: its tasks are {' and '.join(info.tasks)}"

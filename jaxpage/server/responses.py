@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from jaxpage.input_processor import InputProcessor
@@ -40,7 +40,7 @@ class ResponseCall:
         adapter = server.check_model(body.model)
         items = (*server.responses.conversation(body.previous_response_id), *body.input)
         messages = to_messages(body.instructions, items)
-        seen = await _with_media(server, messages)
+        seen = await server.seen(messages, "input")
 
         def read(inputs: InputProcessor) -> Rendered:
             chat = body.to_chat(messages, inputs.limits.max_model_len)
@@ -158,14 +158,6 @@ class ResponseCall:
             completion.stop_reason, str
         )
         return found["content"][: -1 if by_token else None]
-
-
-async def _with_media(server: Server, messages: list[dict[str, Any]]) -> Sequence[Any]:
-    """The messages with their pictures loaded. Raises ApiError."""
-    try:
-        return await server.llm.load_media(messages)
-    except ValueError as error:
-        raise ApiError(400, f"input, as messages of a chat: {error}", param="input") from None
 
 
 def _error(message: str) -> dict[str, Any]:

@@ -46,6 +46,16 @@ class Usage:
             "total_tokens": num_prompt + self.completion_tokens,
         }
 
+    def message_body(self) -> dict[str, Any]:
+        """The usage object of Anthropic's messages, which counts cached tokens apart from the rest of the prompt."""
+        cached = sum(self.cached_tokens.values())
+        return {
+            "input_tokens": sum(self.prompt_tokens.values()) - cached,
+            "cache_creation_input_tokens": 0,  # cache writes are free here
+            "cache_read_input_tokens": cached,
+            "output_tokens": self.completion_tokens,
+        }
+
     def chunk_body(self, index: int, number: int) -> dict[str, Any]:
         """Usage so far of one continuation of prompt `index`, as in vLLM's chunks."""
         return _counts(self.prompt_tokens[index], self.sampled_tokens[index, number])

@@ -111,9 +111,10 @@ def open_safetensors(
     }
     names_of_parts = (name for part in parts.values() for name in part.names)
     _check_names(itertools.chain(names_of_parts, *names.values()), stored, tied=_HEAD not in wanted)
-    for each in names.values():
+    for path, each in names.items():
         tensors = [stored[name] for name in each]
-        _check_dtypes([each for each in tensors if not isinstance(each, QuantizedTensor)])
+        check = _check_integers if wanted[path].dtype == np.int32 else _check_dtypes
+        check([each for each in tensors if not isinstance(each, QuantizedTensor)])
     found: dict[str, Stored] = {**parts}
     for path in names:
         found[path] = stored_parameter(path, places[path], wanted[path].shape, stored)
@@ -239,6 +240,16 @@ def _check_dtypes(tensors: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"{tensor.name} is stored as {tensor.dtype}, and {first.name} of the same parameter as "
                 f"{first.dtype}; the checkpoint is inconsistent, download it again"
+            )
+
+
+def _check_integers(tensors: Sequence[Tensor]) -> None:
+    """Raises ValueError unless all are integers."""
+    for tensor in tensors:
+        if not np.issubdtype(tensor.dtype, np.integer):
+            raise ValueError(
+                f"{tensor.name} is stored as {tensor.dtype}, and must be integers; the checkpoint is inconsistent, "
+                "download it again"
             )
 
 

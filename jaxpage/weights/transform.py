@@ -64,7 +64,8 @@ def quantize(model: CausalLM, choose: ChooseQuantized) -> set[str]:
 
     A tied head becomes a separate layer: the embedding must stay exact, and the head is read for every token.
     """
-    if model.lm_head is None:
+    shares_head = model.config.eagle is not None and not model.config.eagle.has_head
+    if model.lm_head is None and not shares_head:
         embedding = model.model.embed_tokens.weight
         num_rows, size = embedding.get_value().shape
         head = Linear(

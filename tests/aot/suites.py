@@ -17,6 +17,7 @@ NAMES = (
     "meshes",
     "experts",
     "drafts",
+    "heads",
     "gemma4",
     "recurrent",
     "quantised",

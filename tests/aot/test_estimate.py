@@ -269,6 +269,7 @@ OF_DRAFTS = {
     "layer_block_bytes": 10**4,
     "block_bytes": 10**5,
     "num_parameters": GB // 4,
+    "is_head": False,
     "no_kernel_reason": None,
 }
 LOOKUP = {"num_tokens": 4, "forward": "forward T=512", "model": None}
@@ -331,6 +332,8 @@ def test_what_drafts_cost_is_shown():
     step, plain = (decode_step(each, 1, 1000).total for each in (found, measured()))
     gain = f"a row 1 to 5 tokens; drafts pay if these are more than {step / plain:.2f} at 1 x 1000"
     assert gain in text and f"({plain:.2f} ms without drafts)" in text
+    head = measured(drafts=LOOKUP | {"model": OF_DRAFTS | {"is_head": True}})
+    assert "by an EAGLE head of 0.25 G parameters" in show(head, estimate(head))
     lookup = measured(drafts=LOOKUP)
     text = show(lookup, estimate(lookup))
     assert "drafts: at most 4 of a row, by prompt lookup" in text and "draft model" not in text

@@ -155,6 +155,27 @@ def test_drafts_are_planned(config, capsys):
     assert "such a step gives a row 1 to 4 tokens" in text and ", T=64 " in text
 
 
+def test_a_head_is_planned(config, capsys):
+    """Its weights without an embedding, and its one layer of each KV block."""
+    head = config.with_name("head.json")
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+    }
+    own |= {"draft_vocab_size": 1000, "eagle_aux_hidden_state_layer_ids": [0, 1]}
+    head.write_text(json.dumps(json.loads(config.read_text()) | own))
+    speculative = {"model": str(head), "num_speculative_tokens": 3}
+    _, (plain, *_) = run(config, target="h200:2", tp="auto")
+    code, (found, *_) = run(config, target="h200:2", tp="auto", speculative_config=speculative)
+    of_head = found["drafts"]["model"]
+    assert code == 0 and "draft model), with sequences" in capsys.readouterr().out
+    assert found["weight_bytes"] == plain["weight_bytes"] + of_head["weight_bytes"]
+    assert of_head["weight_bytes"] < plain["weight_bytes"] / NUM_LAYERS
+    assert found["block_bytes"] == plain["block_bytes"] * (NUM_LAYERS + 1) // NUM_LAYERS
+    assert found["estimate"]["decode_ms"][0][2] > plain["estimate"]["decode_ms"][0][2]
+
+
 def test_a_model_that_does_not_fit_is_told_by_the_exit_code(config, capsys):
     code, (found,) = run(config, target="h200", gpu_memory_utilization=1e-5)
     assert code == 1 and not found["estimate"]["fits"]

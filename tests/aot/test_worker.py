@@ -18,6 +18,7 @@ from jaxpage.engine_spec import make_engine_spec
 from jaxpage.parallel.mesh import local_mesh
 from jaxpage.weights.spec import specs
 from tests.aot.gemma4 import MODELS as GEMMA_4
+from tests.aot.heads import HEAD
 from tests.aot.models import EXPERTS, MODELS, QWEN2_5_VL_3B
 from tests.aot.quantised import METHODS
 from tests.aot.recurrent import MODELS as RECURRENT
@@ -86,6 +87,44 @@ def test_the_numbers_of_a_draft_model_are_those_of_a_model(num_devices, tmp_path
     assert spec.block_bytes == experts.block_bytes + found["model"]["block_bytes"]
     assert temp_bytes_at_most(spec) > temp_bytes_at_most(experts)
     assert numbers_of_drafts(experts) is None
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_head_reads_the_embedding_of_the_model(num_devices, tmp_path):
+    """It multiplies with one layer and with the tokens that it knows."""
+    config = HEAD | {"hidden_size": 2048, "vocab_size": 151_936, "num_attention_heads": 16}
+    (tmp_path / "head.json").write_text(json.dumps(config))
+    speculative = {"model": str(tmp_path / "head.json"), "num_speculative_tokens": 4}
+    spec = spec_with_drafts(tmp_path, num_devices, speculative_config=speculative)
+    found = numbers_of_drafts(spec)
+    assert found is not None and spec.draft_model is not None
+    size, inner, known, kv = 2048, 11_008, 32_000, 2 * 2 * 128
+    # Attention, whose input is twice as wide, MLP, head; hidden states of three layers, norms.
+    floats = size * (2 * size + size + 2 * kv + 3 * inner + known)
+    floats += 3 * size * size + 4 * size
+    model = found["model"]
+    assert model["num_parameters"] == floats + known
+    if num_devices == 1:  # the numbers of its tokens have four bytes
+        assert model["weight_bytes"] == 2 * floats + 4 * known
+    assert model["bytes_per_step"] == model["weight_bytes"]
+    assert model["head_bytes"] == model["head_flops"] == 2 * known * size // num_devices
+    gathered = Collective("all-gather", 1, 4 * known)
+    assert (gathered in model["exchange"]) == (num_devices > 1)
+
+
+def test_a_head_of_the_first_eagle_reads_the_lm_head_of_the_model(tmp_path):
+    config = {name: each for name, each in HEAD.items() if name != "draft_vocab_size"}
+    config |= {"architectures": ["EagleLlamaForCausalLM"], "num_attention_heads": 16}
+    (tmp_path / "head.json").write_text(json.dumps(config))
+    speculative = {"model": str(tmp_path / "head.json"), "num_speculative_tokens": 4}
+    spec = spec_with_drafts(tmp_path, speculative_config=speculative)
+    found, size, inner = numbers_of_drafts(spec), 2048, 11_008
+    assert found is not None
+    floats = size * (2 * size + 2 * size + 2 * 2 * 128 + 3 * inner) + size
+    model, head = found["model"], 151_936 * 2048 * 2
+    assert (model["num_parameters"], model["weight_bytes"]) == (floats, 2 * floats)
+    assert model["head_bytes"] == model["head_flops"] == head
+    assert model["bytes_per_step"] == model["flops_per_token"] == 2 * floats + head
 
 
 def test_prompt_lookup_has_drafts_without_a_model(tmp_path):

@@ -73,7 +73,9 @@ def test_an_answer_is_passed_on_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "first", [[DIES], [start(), DIES], [start(503), body(b"full")]], ids=["at once", "start", "503"]
+    "first",
+    [[DIES], [start(), DIES], [start(503), body(b"full")], [start(529), body(b"full")]],
+    ids=["at once", "start", "503", "529"],
 )
 def test_another_replica_answers_if_nothing_was_sent(first):
     replicas = Scripted(first, [start(), body(b"fine")])
@@ -101,6 +103,17 @@ def test_a_stream_that_breaks_off_ends_with_an_error():
     first, error, done = answer.text.split("\n\n")[:3]
     assert (first, done) == ("data: 1", "data: [DONE]")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+
+
+def test_anthropic_s_clients_are_told_in_their_format():
+    answer = ask(Scripted([DIES], [DIES]), path="/v1/messages", json={})
+    assert answer.status_code == 529 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["type"] == "overloaded_error"
+    replicas = Scripted([start(200, SSE), body(b"event: ping\n\n", True), DIES])
+    _, error = ask(replicas, path="/v1/messages", json={}).text.removesuffix("\n\n").split("\n\n")
+    name, data = error.split("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["type"] == "overloaded_error"
 
 
 def test_another_answer_that_breaks_off_is_no_answer():

@@ -41,6 +41,14 @@ def test_only_what_the_model_is_told_counts():
     assert num_equal(keys_of(messages=[SYSTEM]), keys_of(messages=[SYSTEM], tools=tools)) == 0
 
 
+def test_the_system_prompt_of_a_message_counts_but_not_what_differs_in_every_request():
+    system = [{"type": "text", "text": SYSTEM["content"]}]
+    billing = [{"type": "text", "text": f"x-anthropic-billing-header: {i}"} for i in range(2)]
+    first, second = (keys_of(system=[b, *system], messages=[QUESTION]) for b in billing)
+    assert first == second == keys_of(system=system, messages=[QUESTION])
+    assert num_equal(first, keys_of(system="x" * 300, messages=[QUESTION])) == 0
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"7", b"\xff", b"[" * 100_000, b'{"prompt": "short"}', b"{}"]
 )

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxpage.plan import NULL_SLOT
-from jaxpage.runner.slots import keep_hidden, store_drafts
+from jaxpage.runner.layout import Field, Layout
+from jaxpage.runner.slots import FEATURES_START, keep_hidden, make_admit, store_drafts
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -42,3 +43,18 @@ def test_drafts_are_stored_behind_the_known_tokens_of_their_rows():
     wanted = np.full((5, 9), 7)
     wanted[2, 6:9], wanted[4, 1] = [11, 12, 13], 21
     np.testing.assert_array_equal(stored, wanted)
+
+
+def test_a_new_sequence_has_no_features_of_the_last_one_in_its_slot():
+    """A head would write their pair behind a prefix that others have computed."""
+    layout = Layout((Field("slot"), Field("prompt_len")))
+    state = {
+        "prompt_len": np.array([0, 7, 7], np.int32),
+        "finished": np.array([True, False, True]),
+        FEATURES_START: np.array([0, 6, 6], np.int32),
+    }
+    admitted = make_admit(layout)(jax.tree.map(jnp.asarray, state), jnp.array([2, 5], jnp.int32))
+    np.testing.assert_array_equal(admitted["prompt_len"], [0, 7, 5])
+    np.testing.assert_array_equal(admitted["finished"], [True, False, False])
+    start = np.asarray(admitted[FEATURES_START])
+    assert start[1] == 6 and start[2] < -1_000_000

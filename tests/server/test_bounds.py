@@ -10,12 +10,17 @@ from pydantic import BaseModel, ValidationError
 from jaxpage.server.errors import ApiError
 from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.completions import CompletionRequest
+from jaxpage.server.protocol.messages import MessagesRequest
 from jaxpage.server.protocol.pooling import EmbeddingRequest, RerankRequest
 from jaxpage.server.protocol.response_items import Message, read_items
 from jaxpage.server.protocol.responses import ResponsesRequest
 from jaxpage.server.response_store import ResponseStore, StoredResponse
 
 MANY = 10_000
+RESULT = {
+    "role": "user",
+    "content": [{"type": "tool_result", "tool_use_id": "1", "content": [1] * MANY}],
+}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +32,9 @@ MANY = 10_000
         (ChatRequest, {"messages": [1] * MANY}),
         (ResponsesRequest, {"input": [1] * MANY}),
         (ResponsesRequest, {"input": [{"role": "user", "content": [1] * MANY}]}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [1] * MANY}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "user", "content": [1] * MANY}]}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [RESULT]}),
         (EmbeddingRequest, {"input": [None] * MANY}),
         (RerankRequest, {"query": "a", "documents": [1] * MANY}),
     ],

@@ -1,10 +1,11 @@
-"""Pictures in /v1/chat/completions and /v1/responses: OpenAI's parts, limits, and errors that name the field."""
+"""Pictures in /v1/chat/completions, /v1/responses and /v1/messages: parts, limits, and errors that name the field."""
 
 from __future__ import annotations
 
 import json
 import urllib.request
 
+import anthropic
 import openai
 import pytest
 
@@ -106,6 +107,39 @@ def test_responses_see_pictures_and_so_do_those_that_continue_them(client, seein
         body = caught.value.body
         assert body["param"] == "input" and message in body["message"]
         assert "messages[0].content[0]: " in body["message"]
+
+
+def test_messages_see_pictures_and_so_do_those_in_the_results_of_tools(client):
+    def picture(address: str) -> dict:
+        kind, data = address.removeprefix("data:").split(";base64,")
+        source = {"type": "base64", "media_type": kind, "data": data}
+        return {"type": "image", "source": source}
+
+    options = {"model": "demo", "max_tokens": 8, "extra_body": {"temperature": 0}}
+    question = {"type": "text", "text": "What is it?"}
+    shown = picture(data_url(pixels(1)))
+    url = str(client.base_url).removesuffix("/v1/")
+    with anthropic.Anthropic(base_url=url, api_key="x", max_retries=0) as messages:
+        turn = [{"role": "user", "content": [question, shown]}]
+        answer = messages.messages.create(messages=turn, **options)
+        chat = ask(client, image(1))
+        assert answer.content[0].text == chat.choices[0].message.content
+        counted = messages.messages.count_tokens(model="demo", messages=turn).input_tokens
+        assert counted == chat.usage.prompt_tokens
+        use = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": [question, shown]}
+        turns = [
+            {"role": "user", "content": "Look."},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+        ]
+        seen = messages.messages.count_tokens(model="demo", messages=turns).input_tokens
+        turns[-1] = {"role": "user", "content": [result | {"content": [question]}]}
+        assert seen >= messages.messages.count_tokens(model="demo", messages=turns).input_tokens + 6
+        wrong = {"type": "image", "source": {"type": "url", "url": "file:///c"}}
+        with pytest.raises(anthropic.BadRequestError, match="allowed_local_media_path") as caught:
+            messages.messages.create(messages=[{"role": "user", "content": [wrong]}], **options)
+        assert "messages, as messages of a chat: messages[0]" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ def test_raw_numbers_of_texts_and_of_tokens(url):
         ("/pooling", {"input": "w8", "task": "reward"}, 400, "call LLM.reward"),
         ("/v1/chat/completions", {"messages": []}, 400, "does not generate text"),
         ("/v1/completions", {"prompt": "w8"}, 400, "does not generate text"),
+        ("/v1/messages", {"messages": []}, 400, "does not generate text"),
     ],
 )
 def test_bad_calls_are_told_why(url, path, body, status, complaint):
