@@ -99,10 +99,19 @@ def _qwen3_vl(make: Any, vision: dict[str, Any], **more: Any) -> transformers.Pr
     )
 
 
+_RECURRENT = dense_families.qwen3_5(4, head_dim=24, heads=(2, 4), dims=(16, 12))
+
+
 def qwen3_5_config(**vision: Any) -> transformers.PretrainedConfig:
     """A decoder of three layers with a recurrent state and one with attention, behind the tower of Qwen3-VL."""
-    recurrent = dense_families.qwen3_5(4, head_dim=24, heads=(2, 4), dims=(16, 12))
-    return _qwen3_vl(transformers.Qwen3_5Config, vision, **recurrent)
+    return _qwen3_vl(transformers.Qwen3_5Config, vision, **_RECURRENT)
+
+
+def qwen3_5_moe_config(**vision: Any) -> transformers.PretrainedConfig:
+    """The same with 6 experts and a shared one in each layer of the decoder."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    experts["shared_expert_intermediate_size"] = 24
+    return _qwen3_vl(transformers.Qwen3_5MoeConfig, vision, **_RECURRENT, **experts)
 
 
 GEMMA_IMAGE, GEMMA_BEGIN, GEMMA_END = 293, 294, 295

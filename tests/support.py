@@ -50,12 +50,16 @@ FAMILIES = {
     "gpt_oss": "gpt-oss",
     "gemma4": "Gemma 4 (text), without experts",
     "gemma4_moe": "Gemma 4 (text), with experts",
+    "qwen3_5": "Qwen3.5 (text), without experts",
+    "qwen3_5_moe": "Qwen3.5 (text), with experts",
 }
 # The same of families that take pictures.
 PICTURE_FAMILIES = {
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL with experts",
+    "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5 with experts",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4",
 }

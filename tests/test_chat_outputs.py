@@ -7,10 +7,12 @@ import json
 import jsonschema
 import pytest
 
-from jaxpage import EngineConfig, SamplingParams
+from jaxpage import EngineConfig, SamplingParams, tiny
 from jaxpage.chat_outputs import chat_format
+from jaxpage.chat_template import render
 from jaxpage.demo import checkpoint
 from jaxpage.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from jaxpage.tokenizer import load_tokenizer
 from jaxpage.tool_parsers import FORMATS
 from tests import checkpoints
 
@@ -103,6 +105,53 @@ def test_texts_are_read():
     assert read(chat, CALL, choice="none") == (CALL, None, [])
     assert read(chat, CALL, tools=None) == (CALL, None, [])
     assert read(make("plain"), CALL) == (CALL, None, [])
+
+
+# The parts of Qwen3.5's that matter here.
+QWEN_3_5 = """{%- if tools %}
+{{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
+{{- '\\n</tools>\\n\\nReply so:\\n\\n<tool_call>\\n<function=name>\\n<parameter=first>\\n1\\n</parameter>' }}
+{{- '\\n</function>\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for name, value in call.function.arguments | items %}
+{{- '<parameter=' + name + '>\\n' + value | string + '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' + ('<think>\\n' if enable_thinking is not false else '<think>\\n\\n</think>\\n\\n') }}"""
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_qwen3_5_begins_to_reason_in_the_prompt_and_calls_as_qwen3_coder_does(thinks, tmp_path):
+    chat = make(QWEN_3_5, reasoning_parser="qwen3")
+    assert chat.tool_parser == "qwen3_coder"
+    called = {"type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+    messages = [
+        {"role": "user", "content": "Will it rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+    ]
+    tokenizer = load_tokenizer(str(tiny.build(tmp_path / "tiny")))
+    options = {"chat_template": QWEN_3_5, "tools": TOOLS, "enable_thinking": thinks}
+    prompt = render(messages, tokenizer, **options)
+    assert "<function=now>\n<parameter=zone>\nUTC\n</parameter>" in prompt
+    call = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>"
+    text = f"<tool_call>\n{call}\n</function>\n</tool_call>"
+    expected = [("weather", '{"city": "Rome", "days": 2}')]
+    assert prompt.endswith("<think>\n") == thinks
+    if not thinks:
+        assert read(chat, text, prompt=prompt) == ("", None, expected)
+        return
+    found = read(chat, f"Rome?\n</think>\n\n{text}", prompt=prompt)
+    assert found == ("", "Rome?\n", expected)
+    # It may call a tool in the middle of its reasoning.
+    assert read(chat, f"Rome?\n{text}", prompt=prompt) == ("", "Rome?\n", expected)
 
 
 def test_params_follow_from_the_choice():

@@ -20,19 +20,21 @@ _BLOCK_SIZE = re.compile(r"needs a block_size that is a power of two and (at lea
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:
-    """The fastest possible decode step, in ms. Weights and KV are read once, and meanwhile every token is multiplied by
-    the parameters, of experts only by its own; then devices exchange. A draft model runs before.
+    """The fastest possible decode step, in ms. Weights and KV are read once, and recurrent states read and written;
+    meanwhile every token is multiplied by the parameters, of experts only by its own; then devices exchange. A draft
+    model runs before.
     """
 
     weights: float
     kv: float
     products: float
     exchange: float
+    state: float = 0.0  # recurrent states
     drafts: float = 0.0  # all passes of the draft model, without exchange
 
     @property
     def total(self) -> float:
-        return max(self.weights + self.kv, self.products) + self.exchange + self.drafts
+        return max(self.weights + self.kv + self.state, self.products) + self.exchange + self.drafts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +130,17 @@ def _pass(
     exchange = sum(
         seconds_of(Collective(*each), num_tokens, num_devices, links) for each in model["exchange"]
     )
-    block_size = measured["config"]["block_size"]
+    block_size, recurrence = measured["config"]["block_size"], model["recurrence"]
+    flops, state_bytes = model["flops_per_token"], 0
+    if recurrence is not None:
+        flops += recurrence["flops_per_token"]
+        state_bytes = 2 * batch * recurrence["sequence_bytes"]
     return DecodeStep(
         weights=1000 * _bytes_per_step(model, num_tokens) / chip["bytes_per_second"],
         kv=1000 * kv_bytes(model, block_size, batch, length) / chip["bytes_per_second"],
-        products=1000 * num_tokens * model["flops_per_token"] / chip["flops_per_second"],
+        products=1000 * num_tokens * flops / chip["flops_per_second"],
         exchange=1000 * exchange,
+        state=1000 * state_bytes / chip["bytes_per_second"],
     )
 
 
@@ -185,6 +192,12 @@ def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
     if in_int8["weight_bytes"] is not None:
         if (wanted + 1) * block <= _pool_bytes(measured, in_int8["weight_bytes"]):
             found.append("--quantization int8")
+    if (recurrence := measured["recurrence"]) is not None:
+        most_rows = measured["config"]["max_num_seqs"]
+        halves = (most_rows >> times for times in range(1, most_rows.bit_length()))
+        freed = ((rows, (most_rows - rows) * recurrence["sequence_bytes"]) for rows in halves)
+        fewer = next((rows for rows, more in freed if (wanted + 1) * block <= left + more), None)
+        found += [f"--max-num-seqs {fewer}"] if fewer else []
     model = measured["drafts"] and measured["drafts"]["model"]
     if model and (wanted + 1) * (block - model["block_bytes"]) <= _pool_bytes(
         measured, weights - model["weight_bytes"]

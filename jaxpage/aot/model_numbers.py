@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from jaxpage.aot.attention_kinds import attention_kinds
 from jaxpage.aot.experts import (
     exchange_of_experts,
     num_active,
@@ -13,9 +14,9 @@ from jaxpage.aot.experts import (
     temp_bytes_of_experts,
 )
 from jaxpage.aot.pictures import ENCODER
+from jaxpage.aot.recurrence import numbers_of_recurrence, temp_bytes_of_recurrence
 from jaxpage.aot.steps import (
     EMBEDDING,
-    attention_tiles,
     exchange_of,
     most_temp_bytes,
     most_temp_bytes_of_layers,
@@ -46,7 +47,6 @@ def numbers_of_model(spec: EngineSpec) -> dict[str, Any]:
     head_size = num_known * model.hidden_size
     not_multiplied = math.prod(described[EMBEDDING].shape) if has_embedding else 0
     multiplied = num_active(spec.model) - not_multiplied
-    shares = share_heads(model.num_heads, model.num_kv_heads, spec.num_devices)
     return {
         "weight_bytes": sum(weights.values()),
         "bytes_per_step": sum(weights.values()) - embedding - of_encoder,
@@ -59,19 +59,15 @@ def numbers_of_model(spec: EngineSpec) -> dict[str, Any]:
         "layer_block_bytes": spec.block_bytes // spec.pool.num_arrays,
         # Of each KV-cache group its window and the number of layers that read it; those with less KV count less.
         "kv_groups": _kv_groups(spec),
-        "attention_tiles": attention_tiles(spec),
-        # For each pair of a query and a key that it sees, in a layer of a device.
-        "attention_flops": 4 * shares.query_heads_of_a_device * model.head_dim,
+        "attention_kinds": attention_kinds(spec),
+        "recurrence": numbers_of_recurrence(spec),
     }
 
 
 def _kv_groups(spec: EngineSpec) -> list[list[Any]]:
     model, groups = spec.model.config, spec.groups
     layers = dict.fromkeys(range(len(groups.windows)), 0.0)
-    recurrent = () if model.gated_delta is None else model.gated_delta.layers
-    for layer in range(model.num_layers):
-        if layer in recurrent:
-            continue
+    for layer in model.attention_layers:
         location = groups.layer_locations[model.kv_layer(layer)]
         assert location is not None
         layers[location.group] += _share_of_array(spec, layer)
@@ -142,7 +138,8 @@ def _with_head_of(drafts: dict[str, Any], model: dict[str, Any]) -> dict[str, An
 
 def temp_bytes_at_most(spec: EngineSpec) -> int:
     """An empirical upper bound for a step of any model on any chip, with drafts and a draft model too."""
-    found, drafts = most_temp_bytes(spec) + temp_bytes_of_experts(spec), spec_of_drafts(spec)
+    found = most_temp_bytes(spec) + temp_bytes_of_experts(spec) + temp_bytes_of_recurrence(spec)
+    drafts = spec_of_drafts(spec)
     if drafts is not None:  # no program has the logits of both
         found += most_temp_bytes_of_layers(drafts) + temp_bytes_of_experts(drafts)
     if spec.config.num_drafts:

@@ -167,6 +167,7 @@ def show(measured: dict[str, Any], estimated: Estimate) -> str:
         f"{measured['target']} ({chip['device_kind']}), {devices}, {chip['num_bytes'] / GIB:.1f} GiB each; "
         + ", ".join(f"{name}={value}" for name, value in config.items() if value is not None),
         *_experts(measured),
+        *_recurrence(measured),
         *_encoder(measured),
         *_drafts(measured),
         "",
@@ -212,6 +213,17 @@ def _experts(measured: dict[str, Any]) -> list[str]:
     return [
         f"{total:.1f} G parameters, of which a token uses {active:.1f} G: {experts['experts_per_token']} of "
         f"{experts['num_experts']} experts a layer"
+    ]
+
+
+def _recurrence(measured: dict[str, Any]) -> list[str]:
+    recurrence = measured["recurrence"]
+    if recurrence is None:
+        return []
+    size, num_rows = recurrence["sequence_bytes"], measured["config"]["max_num_seqs"]
+    return [
+        f"{size / 1e6:.1f} MB of recurrent state a sequence, {size * num_rows / GIB:.2f} GiB of the request state for "
+        f"{num_rows}; a decode step reads and writes those of its rows"
     ]
 
 

@@ -93,13 +93,14 @@ def show_divisions(divisions: list[Division]) -> str:
     first = divisions[0]
     length, drafts = first.length, first.measured["drafts"]
     parts, told = "", ""
+    kv = "KV and state" if first.measured["recurrence"] else "KV"
     if drafts is not None:
         parts = " + draft model" if drafts["model"] else ""
         told = f", each with {drafts['num_tokens']} drafts; tokens/s if none of them is right"
     wide = _width(first)
     lines = [
-        f"{first.measured['target']}, {first.measured['num_chips']} chips; decode steps at best, in ms (weights + KV + "
-        f"exchange{parts}), with sequences of {length} tokens{told}",
+        f"{first.measured['target']}, {first.measured['num_chips']} chips; decode steps at best, in ms (weights + "
+        f"{kv} + exchange{parts}), with sequences of {length} tokens{told}",
         "",
         f"{'tp':>3}{'replicas':>10}{'fits':>6}{'weights':>9}{'KV tokens':>11}{'batch 1':>{wide}}"
         f"{f'batch {BATCH}':>{wide}}{'full batch':>19}{'tokens/s per chip':>19}",
@@ -143,7 +144,7 @@ def _line(division: Division) -> str:
 
 def _parts(step: DecodeStep) -> str:
     drafts = f" + {step.drafts:.2f}" if step.drafts else ""
-    return f"{step.total:.2f} ({step.weights:.2f} + {step.kv:.2f} + {step.exchange:.2f}{drafts})"
+    return f"{step.total:.2f} ({step.weights:.2f} + {step.kv + step.state:.2f} + {step.exchange:.2f}{drafts})"
 
 
 def _width(division: Division) -> int:

@@ -14,6 +14,7 @@ from jaxpage.aot.attention_time import Rows, bundles
 from jaxpage.aot.estimate import Estimate, kv_bytes, num_checked, without_head
 from jaxpage.aot.tpu_schedule import Region
 
+_DELTA_RULE = "delta_rule"  # the beginning of its kernels' names
 NOT_MODELLED = (
     "not modelled: waiting for DMAs within a kernel, gaps between programs and instructions, transfers that overlap "
     "with products, branches for requests that ask for more than sampling; XLA's estimates of passes over large "
@@ -72,13 +73,19 @@ def step_times(measured: dict[str, Any], estimated: Estimate) -> list[StepTime]:
     models += [without_head(drafts["model"])] if drafts and drafts["model"] else []
     seconds = sum(
         max(
-            chunk * model["flops_per_token"] / chip["flops_per_second"],
+            chunk * _flops_in_prompts(model) / chip["flops_per_second"],
             model["bytes_per_step"] / chip["bytes_per_second"],
         )
         for model in models
     )
     found.append(_step(f"prefill {chunk} tokens", parts, 1000 * seconds))
     return found
+
+
+def _flops_in_prompts(model: dict[str, Any]) -> int:
+    """Of a token of a prompt, without attention."""
+    recurrence = model["recurrence"]
+    return model["flops_per_token"] + (recurrence["flops_in_prompts"] if recurrence else 0)
 
 
 def _step(name: str, parts: list[Part], at_best: float) -> StepTime:
@@ -101,14 +108,35 @@ def _parts(
             found.append(Part(what=what, count=each["count"], ms=each["cycles"] * of_cycle))
         found.append(Part(what=f"{name}: others", count=1, ms=(time["cycles"] - listed) * of_cycle))
         for kernel in time["kernels"]:
-            if kernel["name"] == "paged_attention" or kernel["program"] is None:
+            is_elsewhere = kernel["name"].startswith(("paged_attention", _DELTA_RULE))
+            if is_elsewhere or kernel["program"] is None:
                 continue
             once = Region.of(kernel["program"]).bundles
             what = f"{name}: {kernel['name']}, loops once"
             found.append(
                 Part(what=what, count=kernel["count"], ms=kernel["count"] * once * of_cycle)
             )
+    found += _delta_rule_parts(measured, programs[0], case)
     return found + _attention_parts(measured, programs, case)
+
+
+def _delta_rule_parts(
+    measured: dict[str, Any], program: dict[str, Any], case: tuple[int, int, int]
+) -> list[Part]:
+    """The kernels of the delta rule on a TPU, whose grids are as long as there is work: the states of all rows over
+    the bandwidth, or flops over the peak.
+    """
+    kernels = [x for x in program["time"]["kernels"] if x["name"].startswith(_DELTA_RULE)]
+    recurrence, chip, (count, query_len, _) = measured["recurrence"], measured["chip"], case
+    if not kernels or recurrence is None:
+        return []
+    flops = recurrence["flops_per_token" if query_len == 1 else "flops_in_prompts"]
+    of_states = 2 * count * recurrence["sequence_bytes"] / chip["bytes_per_second"]
+    of_products = count * query_len * flops / chip["flops_per_second"]
+    bound = "flops" if of_products > of_states else "bytes"
+    calls = sum(kernel["count"] for kernel in kernels)
+    ms = 1000 * max(of_states, of_products)
+    return [Part(what=f"delta rule ({bound}, at best)", count=calls, ms=ms)]
 
 
 def _attention_parts(
@@ -163,33 +191,38 @@ def _kernels_of(
     drafts = measured["drafts"] and measured["drafts"]["model"]
     if not drafts or program["name"].startswith("draft"):
         return kernels
-    own, other = (each["attention_flops"] // 4 for each in (measured, drafts))
+    own, other = ({x["width"] for x in each["attention_kinds"]} for each in (measured, drafts))
     is_for_drafts = model is drafts
-    return [x for x in kernels if (x.get("width") == other != own) == is_for_drafts]
+    return [x for x in kernels if (x.get("width") in other - own) == is_for_drafts]
 
 
 def _bundles(model: dict[str, Any], kernel: dict[str, Any], case: tuple[int, int, int]) -> float:
-    """The bundles of all calls of an attention kernel. Layers with a window call it for fewer keys."""
+    """The bundles of all calls of an attention kernel, by layers with results of its width. Those with a window call it
+    for fewer keys.
+    """
     (count, query_len, kv_len), region = case, Region.of(kernel["program"])
-    tiles = model["attention_tiles"]["decode" if query_len == 1 else "prefill"]
-    num_layers = sum(layers for _, layers in model["kv_groups"])
+    all_kinds = model["attention_kinds"]
+    kinds = [kind for kind in all_kinds if kind["width"] == kernel.get("width")] or all_kinds
+    num_layers = sum(kind["layers"] for kind in kinds)
     total = 0.0
-    for window, layers in model["kv_groups"]:
-        rows = Rows(count=count, query_len=query_len, kv_len=kv_len, window=window, **tiles)
-        total += kernel["count"] * layers / num_layers * bundles(region, rows)
+    for kind in kinds:
+        tiles = kind["tiles"]["decode" if query_len == 1 else "prefill"]
+        rows = Rows(count=count, query_len=query_len, kv_len=kv_len, window=kind["window"], **tiles)
+        total += kernel["count"] * kind["layers"] / num_layers * bundles(region, rows)
     return total
 
 
 def _seconds_of_pairs(
     chip: dict[str, Any], model: dict[str, Any], case: tuple[int, int, int]
 ) -> float:
-    """Of all pairs of a query and a key that it sees, on a GPU."""
+    """Of all pairs of a query and a key that it sees, on a GPU: 4 flops for each number of the layer's outputs."""
     count, query_len, kv_len = case
-    pairs = count * sum(
-        layers * sum(_seen(end, window) for end in range(kv_len - query_len + 1, kv_len + 1))
-        for window, layers in model["kv_groups"]
+    ends = range(kv_len - query_len + 1, kv_len + 1)
+    flops = sum(
+        4 * kind["width"] * kind["layers"] * count * sum(_seen(end, kind["window"]) for end in ends)
+        for kind in model["attention_kinds"]
     )
-    return pairs * model["attention_flops"] / (chip["flops_per_second"] * chip["product_share"])
+    return flops / (chip["flops_per_second"] * chip["product_share"])
 
 
 def _seen(num_keys: int, window: int | None) -> int:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
@@ -15,7 +12,6 @@ from jaxpage.engine_spec import EngineSpec
 from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.weights.spec import ParamSpec, specs
-from pallas_kernels.paged_attention import tpu_shape
 
 EMBEDDING = "model.embed_tokens.weight"
 MIB = 2**20
@@ -60,7 +56,7 @@ def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collecti
     """Where some heads are padding: q, k and v, if their weights are sharded, and the outputs of all heads."""
     model, itemsize = spec.model.config, jnp.dtype(spec.model.config.dtype).itemsize
     outputs = Counter[int]()  # bytes -> layers
-    for layer in range(model.num_layers):
+    for layer in model.attention_layers:
         heads = model.kv_heads(layer)
         shares = share_heads(model.num_heads, heads.num, spec.num_devices)
         if shares.has_padding:
@@ -69,7 +65,11 @@ def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collecti
     if not outputs:
         return []
     found = [Collective("all-gather", count, size) for size, count in outputs.items()]
-    projections = [each for each in divided if each.axes[0] in ("heads", "kv_heads")]
+    projections = [
+        each
+        for each in divided
+        if each.axes[0] in ("heads", "kv_heads") and ".self_attn." in each.path
+    ]
     return found + [Collective("all-gather", 1, each.shape[0] * itemsize) for each in projections]
 
 
@@ -88,33 +88,6 @@ def most_temp_bytes_of_layers(spec: EngineSpec) -> int:
     mlp = 2 * spec.config.max_num_batched_tokens * model.intermediate_size // spec.num_devices
     most = (10 if is_gpu else 4) * mlp + model.num_layers * 2 * MIB
     return most + (512 if is_gpu else 64) * MIB
-
-
-def attention_tiles(spec: EngineSpec) -> dict[str, dict[str, Any]] | None:
-    """`tiles_of` the TPU attention kernel in decode and other steps; None without the kernel."""
-    sizes = spec.pool.kernel_sizes
-    if not isinstance(sizes, tpu_shape.TileSizes):
-        return None
-    model = spec.model.config
-    shares = share_heads(model.num_heads, model.num_kv_heads, spec.num_devices)
-    num_kv_heads = shares.kv_heads_of_a_device
-    pool = replace(spec.pool, num_blocks=1, num_arrays=1, num_kv_heads=num_kv_heads).abstract()[0]
-    q = jax.ShapeDtypeStruct((1, shares.query_heads_of_a_device, model.head_dim), spec.pool.dtype)
-    blocks = -(-spec.config.max_model_len // spec.pool.block_size)
-    shapes = {
-        step: tpu_shape.shape_of(
-            q, pool, num_kv_heads, blocks, sizes=sizes, one_query_per_row=step == "decode"
-        )
-        for step in ("decode", "prefill")
-    }
-    return {step: tiles_of(shape) for step, shape in shapes.items()}
-
-
-def tiles_of(shape: tpu_shape.Shape) -> dict[str, Any]:
-    """The sizes of `attention_time.Rows`."""
-    names = ("tile_q", "tile_tokens", "tile_kv", "fetch_kv", "block_size")
-    sizes = {name: getattr(shape, name) for name in names}
-    return sizes | {"write_sizes": tuple(tpu_shape.write_sizes(shape))}
 
 
 def _is_divided(parameter: ParamSpec, mesh: Mesh) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpage.aot.attention_kinds import tiles_of
 from jaxpage.aot.attention_time import Rows, bundles
 from jaxpage.aot.process import Report, serve
-from jaxpage.aot.steps import tiles_of
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of
 from jaxpage.aot.tpu_schedule import take_schedules

@@ -189,11 +189,16 @@ class ModelConfig:
     eagle: EagleOptions | None = None
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers without a recurrent state."""
+        recurrent = () if self.gated_delta is None else self.gated_delta.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
+
+    @property
     def kv_layers(self) -> tuple[int, ...]:
         """The layers with keys and values of their own."""
-        layers = range(self.num_layers - self.num_kv_shared_layers)
-        recurrent = () if self.gated_delta is None else self.gated_delta.layers
-        return tuple(layer for layer in layers if layer not in recurrent)
+        end = self.num_layers - self.num_kv_shared_layers
+        return tuple(layer for layer in self.attention_layers if layer < end)
 
     def kv_heads(self, layer: int) -> KVHeads:
         if self.full_heads is not None and self.windows[layer] is None:

@@ -63,6 +63,19 @@ class Heads(NamedTuple):
     head_dim: int
 
 
+def layer_on_device(
+    spec: KVPoolSpec, heads: Heads
+) -> tuple[jax.ShapeDtypeStruct, Layer | PoolPart, int]:
+    """Of a layer on one device: q [1, H, D], what it has of an array of the pool, number of KV heads."""
+    shares, head_dim = heads
+    num_kv_heads = shares.kv_heads_of_a_device
+    of_a_device = spec.num_kv_heads // shares.num_devices
+    share = replace(spec, num_blocks=1, num_arrays=1, num_kv_heads=of_a_device)
+    own = _own_part(spec, share.abstract()[0], (num_kv_heads, head_dim), 0)
+    q = jax.ShapeDtypeStruct((1, shares.query_heads_of_a_device, head_dim), spec.dtype)
+    return q, own, num_kv_heads
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Need:
     """A pool that attention is to read."""
@@ -80,12 +93,7 @@ class _Need:
 
     def layers(self, spec: KVPoolSpec) -> Iterator[tuple[jax.ShapeDtypeStruct, Any, int]]:
         """Of each kind of layer on one device: q [1, H, D], what it has of an array of the pool, number of KV heads."""
-        share = replace(spec, num_blocks=1, num_arrays=1, num_kv_heads=self.num_kv_heads)
-        for shares, head_dim in self.heads:
-            shape = (1, shares.query_heads_of_a_device, head_dim)
-            num_kv_heads = shares.kv_heads_of_a_device
-            own = _own_part(spec, share.abstract()[0], (num_kv_heads, head_dim), 0)
-            yield jax.ShapeDtypeStruct(shape, spec.dtype), own, num_kv_heads
+        return (layer_on_device(spec, heads) for heads in self.heads)
 
 
 _AHEAD = (

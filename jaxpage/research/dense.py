@@ -41,7 +41,7 @@ def run_with_cache(
     inputs = ForwardInput(
         token_ids=token_ids,
         positions=positions,
-        attention=_Attention(DenseAttention(positions), taps),
+        attention=_Attention(DenseAttention(positions), taps, module.config.attention_layers),
     )
     copy = tapped(module, taps)
     hidden = taps(LAST_POINT, copy.hidden_states(inputs))
@@ -58,17 +58,16 @@ def run_with_hooks(
 class _Attention:
     """Dense attention with taps at queries, keys, values, weights and outputs."""
 
-    def __init__(self, dense: DenseAttention, taps: Taps):
+    def __init__(self, dense: DenseAttention, taps: Taps, layers: Sequence[int]):
         self._dense, self._taps = dense, taps
-        self._num_calls = 0
+        # `layer` may be an earlier one, whose keys and values a layer reads. Each of these calls once, in order.
+        self._layers = iter(layers)
         self._kv: dict[int, tuple[jax.Array, jax.Array]] = {}  # of layers, after their hooks
 
     def __call__(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
     ) -> jax.Array:
-        # `layer` may be an earlier one, whose keys and values this layer reads. Each layer calls once, in order.
-        index = self._num_calls
-        self._num_calls += 1
+        index = next(self._layers)
 
         def tap(name: str, value: jax.Array) -> jax.Array:
             return self._taps(f"blocks.{index}.attn.hook_{name}", value)

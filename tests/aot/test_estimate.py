@@ -49,6 +49,7 @@ def measured(**changes):
         "experts": None,
         "encoder": None,
         "drafts": None,
+        "recurrence": None,
         "state_bytes": GB // 10,
         "block_bytes": 10**6,
         "kv_groups": [[None, 28]],
@@ -229,6 +230,31 @@ def test_a_window_limits_the_keys_that_are_read():
     assert decode_step(both, 2, 1000).kv == pytest.approx(26 * 10**6 / 1e9)
 
 
+OF_STATES = {"sequence_bytes": 50 * 10**6, "flops_per_token": 10**9, "flops_in_prompts": 2 * 10**9}
+
+
+def test_a_step_reads_and_writes_the_states_of_its_rows():
+    """50 MB a row at 1 TB/s, both ways; a GFLOP a row beside the three of the parameters."""
+    found, plain = measured(recurrence=OF_STATES), measured()
+    step = decode_step(found, 4, 1000)
+    assert step.state == pytest.approx(4 * 0.1)
+    assert step.total == pytest.approx(decode_step(plain, 4, 1000).total + 0.4)
+    assert step.products == pytest.approx(4 / 3 * decode_step(plain, 4, 1000).products)
+    line = "50.0 MB of recurrent state a sequence, 2.98 GiB of the request state for 64"
+    assert line in show(found, estimate(found)) and "recurrent" not in show(plain, estimate(plain))
+
+
+def test_fewer_states_may_leave_room_for_keys_and_values():
+    """Of 64 states 32 free 1.6 GB, where 0.7 GB are missing."""
+    found = measured(weight_bytes=7.5 * GB, recurrence=OF_STATES)
+    assert "--max-num-seqs 32" in estimate(found).changes
+    for other in (
+        measured(weight_bytes=7.5 * GB),
+        found | {"recurrence": OF_STATES | {"sequence_bytes": 10}},
+    ):
+        assert not any("--max-num-seqs" in each for each in estimate(other).changes)
+
+
 # A pass through a draft model: 0.5 GB, of which 0.1 are its head.
 OF_DRAFTS = {
     "weight_bytes": GB // 2,
@@ -238,6 +264,7 @@ OF_DRAFTS = {
     "head_flops": GB // 10,
     "exchange": [],
     "experts": None,
+    "recurrence": None,
     "kv_groups": [[None, 10]],
     "layer_block_bytes": 10**4,
     "block_bytes": 10**5,

@@ -68,6 +68,7 @@ TILES = {
 }
 ONE_QUERY = {"tile_q": 1, "tile_tokens": 16, "fetch_kv": 2048}
 ONCE_A_UNIT = 70 + 2 * 30
+ALL_TILES = {"decode": TILES | ONE_QUERY, "prefill": TILES}
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,11 @@ def test_a_launch_that_writes_nothing_has_no_rows():
     assert bundles(dataclasses.replace(OF_PROMPT, inner=inner), rows) == 300
 
 
+def kind(layers: int, *, window: int | None = None, width: int = 512, tiles: dict | None = None):
+    """Of attention."""
+    return {"window": window, "layers": layers, "width": width, "tiles": tiles or ALL_TILES}
+
+
 def of_tpu(**time) -> dict:
     kernel = {"name": "paged_attention", "count": 28, "program": dataclasses.asdict(OF_TILES)}
     parts = [{"what": "dot", "count": 28, "cycles": 900_000}]
@@ -164,9 +170,8 @@ def of_tpu(**time) -> dict:
         {"name": "forward T=2048", "time": found},
         {"name": "sample R=64", "time": found | {"kernels": []}},
     ]
-    tiles = {"decode": TILES | ONE_QUERY, "prefill": TILES}
     chip = dataclasses.asdict(CHIPS["v6e"])
-    values = measured(chip=chip, programs=programs, attention_tiles=tiles)
+    values = measured(chip=chip, programs=programs, attention_kinds=[kind(28)])
     values["config"] |= {"max_num_batched_tokens": 2048, "block_size": 128}
     return values
 
@@ -192,7 +197,10 @@ def test_a_kernel_takes_the_greater_of_its_bundles_and_its_bytes():
 def test_attention_of_a_gpu_takes_its_flops_or_bytes_and_its_launches():
     values = of_tpu(kernels=[{"name": "paged_attention", "count": 56, "program": None}])
     chip = CHIPS["h200"]
-    values |= {"chip": dataclasses.asdict(chip), "attention_flops": 4 * 16 * 128}
+    values |= {
+        "chip": dataclasses.asdict(chip),
+        "attention_kinds": [kind(28, width=16 * 128)],
+    }
     *_, prefill = step_times(values, estimate(values))
     (attention,) = [part for part in prefill.parts if part.what == "attention (flops)"]
     flops = 28 * 4 * 16 * 128 * sum(range(1, 2049))
@@ -216,14 +224,72 @@ def test_layers_with_a_window_take_the_time_of_its_keys():
         (part,) = [part for part in decode.parts if part.what == "attention (bundles)"]
         return part.ms
 
-    whole, short = attention(), attention(kv_groups=[[2, 28]])
-    assert attention(kv_groups=[[2, 21], [None, 7]]) == pytest.approx((3 * short + whole) / 4)
+    whole, short = attention(), attention(attention_kinds=[kind(28, window=2)])
+    mixed = [kind(21, window=2), kind(7)]
+    assert attention(attention_kinds=mixed) == pytest.approx((3 * short + whole) / 4)
     assert short < whole
+
+
+def test_layers_with_other_heads_have_kernels_of_their_own():
+    """On a TPU the width of its results tells whose a kernel is; a GPU's flops are those of each kind."""
+    wide = [kind(21, window=2), kind(7, width=1024)]
+    values = of_tpu() | {"attention_kinds": wide}
+    (kernel,) = values["programs"][0]["time"]["kernels"]
+    both = [kernel | {"count": 21, "width": 512}, kernel | {"count": 7, "width": 1024}]
+    values["programs"][0]["time"]["kernels"] = both
+    (decode, *_) = step_times(values, estimate(values))
+    (part,) = [part for part in decode.parts if part.what == "attention (bundles)"]
+    rows = Rows(count=64, query_len=1, kv_len=1000, **TILES | ONE_QUERY)
+    total = 21 * bundles(OF_TILES, dataclasses.replace(rows, window=2)) + 7 * bundles(
+        OF_TILES, rows
+    )
+    assert part.ms == pytest.approx(1000 * total / values["chip"]["clock"])
+    chip = CHIPS["h200"]
+    values |= {"chip": dataclasses.asdict(chip)}
+    *_, prefill = step_times(values, estimate(values))
+    (part,) = [part for part in prefill.parts if part.what == "attention (flops)"]
+    flops = 4 * (21 * 512 * (2 * 2048 - 1) + 7 * 1024 * sum(range(1, 2049)))
+    seconds = flops / (chip.flops_per_second * chip.product_share)
+    assert part.ms == pytest.approx(1000 * (seconds + 28 * chip.seconds_per_kernel))
+
+
+def test_prompts_of_a_model_with_a_recurrent_state_take_its_chunks_too():
+    recurrence = {"sequence_bytes": 10**6, "flops_per_token": 10**8, "flops_in_prompts": 2 * 10**8}
+    values = of_tpu() | {"flops_per_token": 10**10}
+    *_, plain = step_times(values, estimate(values))
+    values |= {"recurrence": recurrence}
+    *_, prefill = step_times(values, estimate(values))
+    assert prefill.at_best == pytest.approx(1.02 * plain.at_best)
+
+
+def test_the_kernels_of_the_delta_rule_take_their_bytes_or_flops():
+    recurrence = {"sequence_bytes": 10**6, "flops_per_token": 10, "flops_in_prompts": 10**9}
+    values = of_tpu() | {"recurrence": recurrence}
+    (attention,) = values["programs"][0]["time"]["kernels"]
+    of_rows = attention | {"name": "delta_rule", "count": 24}
+    values["programs"][0]["time"]["kernels"] = [attention, of_rows]
+    values["programs"][1]["time"] = values["programs"][1]["time"] | {
+        "kernels": [attention, of_rows, of_rows | {"name": "delta_rule_windows"}]
+    }
+    decode, *_, prefill = step_times(values, estimate(values))
+    found = [
+        (part.count, part.ms)
+        for step in (decode, prefill)
+        for part in step.parts
+        if "delta rule" in part.what
+    ]
+    chip = values["chip"]
+    bytes_of_rows, flops = 2 * 64 * 10**6, 2048 * 10**9
+    assert found == [
+        (24, pytest.approx(1000 * bytes_of_rows / chip["bytes_per_second"])),
+        (48, pytest.approx(1000 * flops / chip["flops_per_second"])),
+    ]
+    assert not any("loops once" in part.what for part in decode.parts + prefill.parts)
 
 
 def with_drafts(**time) -> dict:
     """Two drafts a row, by a model that has an eighth of the model's heads; a pass has 24 layers."""
-    values = of_tpu() | {"attention_flops": 4 * 512}
+    values = of_tpu()
     (kernel,) = values["programs"][0]["time"]["kernels"]
     of_model, of_drafts = kernel | {"width": 512}, kernel | {"width": 64, "count": 24}
     found = {"cycles": 1_000_000, "parts": [], "kernels": [of_model, of_drafts]}
@@ -233,9 +299,8 @@ def with_drafts(**time) -> dict:
         {"name": "verify R=64", "time": found | {"kernels": []}},
         {"name": "forward T=256", "time": found},
     ]
-    names = ("kv_groups", "attention_tiles", "layer_block_bytes")
-    model = {name: values[name] for name in names} | OF_DRAFTS
-    model |= {"attention_flops": 4 * 64, "kv_groups": [[None, 24]]}
+    model = {"layer_block_bytes": values["layer_block_bytes"]} | OF_DRAFTS
+    model |= {"attention_kinds": [kind(24, width=64)], "kv_groups": [[None, 24]]}
     return values | {"drafts": {"num_tokens": 2, "forward": "forward T=256", "model": model}}
 
 

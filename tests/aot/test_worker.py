@@ -17,9 +17,11 @@ from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import make_engine_spec
 from jaxpage.parallel.mesh import local_mesh
 from jaxpage.weights.spec import specs
+from tests.aot.gemma4 import MODELS as GEMMA_4
 from tests.aot.heads import HEAD
 from tests.aot.models import EXPERTS, MODELS, QWEN2_5_VL_3B
 from tests.aot.quantised import METHODS
+from tests.aot.recurrent import MODELS as RECURRENT
 
 
 def program(temp_bytes: int, result_bytes: int) -> dict[str, int]:
@@ -194,3 +196,39 @@ def test_devices_exchange_no_more_for_weights_with_groups_of_inputs(name, method
     scales = [each for path, each in specs(spec.model).items() if path.endswith("q_proj.scale")]
     assert [each.axes for each in scales] == [("embed", "heads")] * 2
     assert exchange_of(spec) == expected
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_most_layers_of_qwen3_5_have_a_state_in_place_of_keys(num_devices, tmp_path):
+    """The shapes of 4B, with two layers of attention in eight: 16 query heads and 4 KV heads of 256, each on a device
+    of four.
+    """
+    spec = spec_of(RECURRENT["4B"], tmp_path, num_devices)
+    found = numbers_of_model(spec)
+    assert found["kv_groups"] == [[None, 2]]
+    kv_bytes = 2 * 4 * 256 * 2 * spec.config.block_size // num_devices
+    assert found["layer_block_bytes"] == kv_bytes and spec.block_bytes == 2 * kv_bytes
+    (kind,) = found["attention_kinds"]
+    assert (kind["layers"], kind["width"]) == (2, 16 * 256 // num_devices)
+    # float32 states of 32 value heads, and three inputs of a convolution over 16 + 16 + 32 heads.
+    state = 6 * (4 * 32 * 128 * 128 + 2 * 3 * 64 * 128)
+    products = 4 * 16 * 64 * 128 + 32 * (4 * 64 * 64 * 6 + 2 * 64 * 384 + 6 * 128 * 128)
+    assert found["recurrence"] == {
+        "sequence_bytes": state // num_devices,
+        "flops_per_token": 6 * 7 * 32 * 128 * 128 // num_devices,
+        "flops_in_prompts": 6 * products // num_devices,
+    }
+    assert spec.lowerings().state_bytes > spec.config.max_num_seqs * state // num_devices
+    assert numbers_of_model(spec_of(MODELS["Qwen2.5-0.5B"], tmp_path))["recurrence"] is None
+
+
+def test_layers_of_gemma_4_differ_in_heads(tmp_path):
+    """16 query heads of 256 in layers with a window, of 512 in the others; four devices have four each."""
+    for num_devices in (1, 4):
+        kinds = numbers_of_model(spec_of(GEMMA_4["26B-A4B"], tmp_path, num_devices))[
+            "attention_kinds"
+        ]
+        assert [(kind["window"], kind["layers"], kind["width"]) for kind in kinds] == [
+            (1024, 10, 16 * 256 // num_devices),
+            (None, 2, 16 * 512 // num_devices),
+        ]

@@ -265,6 +265,20 @@ def test_a_family_with_experts(tmp_path):
     check_family(Adapted(tmp_path, "glm4_moe", 0, kinds, mixtures.build))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_family_with_a_recurrent_state(family, tmp_path):
+    """An adapter has one pair of halves for q, k and v of such a layer, and q_proj has gates beside queries."""
+    build = mixtures.build if family in mixtures.VARIANTS else dense_families.build
+    recurrent = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    kinds = [
+        {"rank": 4, "targets": (*attention, *recurrent)},
+        {"rank": 3, "targets": ("in_proj_qkv",)},
+    ]
+    check_family(Adapted(tmp_path, family, 0, kinds, build))
+
+
 def check_family(adapted):
     prompts, numbers = prompts_of((30, 7, 12)), [1, 2, 0]
     llm = checkpoints.make_llm(adapted.base, max_loras=2, enforce_eager=True, **OPTIONS)

@@ -26,6 +26,7 @@ from tests.picture_models import (
     pixels,
     qwen2_5_vl_config,
     qwen3_5_config,
+    qwen3_5_moe_config,
     qwen3_vl_config,
     qwen3_vl_moe_config,
 )
@@ -40,6 +41,7 @@ CONFIGS = {
     "qwen3_vl": qwen3_vl_config,
     "qwen3_vl_moe": qwen3_vl_moe_config,
     "qwen3_5": qwen3_5_config,
+    "qwen3_5_moe": qwen3_5_moe_config,
 }
 PIXELS = {"min_pixels": 784, "max_pixels": 130 * 784}
 
@@ -166,6 +168,8 @@ def answers(llm: LLM, prompts=None, params=GREEDY) -> list[list[int]]:
         ("qwen3_vl_moe", "videos"),
         ("qwen3_5", "pictures"),
         ("qwen3_5", "videos"),
+        ("qwen3_5_moe", "pictures"),
+        ("qwen3_5_moe", "videos"),
     ],
 )
 def test_greedy_tokens_equal_transformers(families, name, given):

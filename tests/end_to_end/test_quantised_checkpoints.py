@@ -13,7 +13,7 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.rl import Sampler
 from jaxpage.rl.module import load_module
 from jaxpage.start_up_log import model_line
-from tests import checkpoints, mixtures
+from tests import checkpoints, dense_families, mixtures
 from tests.adapters import lora, merged, save_adapter
 from tests.end_to_end.test_parity import log_softmax, prompts_of, torch_logits_of
 from tests.few_programs import few_programs
@@ -35,21 +35,38 @@ CASES = [
     ("mistral", "gptq-8-g128", 8),
     ("qwen3", "ct-fp8-dynamic", 8),
     ("qwen2", "gptq-4-act-order", 0),
+    ("qwen3_5", "fp8-block", 16),
+    ("qwen3_5_moe", "awq-g32", 24),
 ]
+_RECURRENT = dense_families.qwen3_5(4, head_dim=32, heads=(2, 4), dims=(64, 64))
+# Of a family: its own sizes, and the layers that released checkpoints leave as floats.
+OWN_SIZES = {
+    "qwen3_5": _RECURRENT,
+    "qwen3_5_moe": _RECURRENT | {"shared_expert_intermediate_size": 128},
+}
+FLOATS = dict.fromkeys(OWN_SIZES, ("lm_head", "in_proj_a", "in_proj_b"))
 
 
 class Checkpoint:
     """A quantised checkpoint, and the same as floats."""
 
-    def __init__(self, folder: Path, source: Path, form: str = "awq-g32"):
+    def __init__(
+        self,
+        folder: Path,
+        source: Path,
+        form: str = "awq-g32",
+        kept: tuple[str, ...] = ("lm_head",),
+    ):
         self.path, self.floats = folder / "quantised", folder / "floats"
-        self.weights = write(source, self.path, FORMATS[form])
+        self.weights = write(source, self.path, FORMATS[form], ignore=kept)
         write_float(source, self.floats, self.weights)
 
 
 def build(family: str, folder: Path, **options) -> Path:
-    kind = mixtures if family in mixtures.VARIANTS else checkpoints
-    sizes = SIZES | ({"moe_intermediate_size": 128} if kind is mixtures else {}) | options
+    kinds = [kind for kind in (mixtures, dense_families) if family in kind.VARIANTS]
+    kind = kinds[0] if kinds else checkpoints
+    sizes = SIZES | ({"moe_intermediate_size": 128} if kind is mixtures else {})
+    sizes |= OWN_SIZES.get(family, {}) | options
     return kind.build(family, 0, folder, **sizes)
 
 
@@ -104,7 +121,8 @@ def test_tokens_of_one_layer_are_those_of_transformers(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "form", "count"), CASES)
 def test_tokens_are_those_of_transformers(family, form, count, tmp_path):
-    checkpoint = Checkpoint(tmp_path, build(family, tmp_path / "source"), form)
+    kept = FLOATS.get(family, ("lm_head",))
+    checkpoint = Checkpoint(tmp_path, build(family, tmp_path / "source"), form, kept)
     llm = make_llm(checkpoint.path)
     assert num_quantised(llm) == count
     assert_transformers(checkpoint.floats, answers(llm))

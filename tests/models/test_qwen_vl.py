@@ -32,6 +32,7 @@ CONFIGS = {
     "qwen3_vl": picture_models.qwen3_vl_config,
     "qwen3_vl_moe": picture_models.qwen3_vl_moe_config,
     "qwen3_5": picture_models.qwen3_5_config,
+    "qwen3_5_moe": picture_models.qwen3_5_moe_config,
 }
 SIZES = [(28, 28), (1500, 900), (90, 1500), (300, 240)]  # height, width
 LIMITS = {"min_pixels": 784, "max_pixels": 130 * 784}
@@ -103,7 +104,7 @@ def family(request, tmp_path_factory) -> Family:
 
 
 each_family = pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"], indirect=True
+    "family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"], indirect=True
 )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from jaxpage import LLM, PoolingParams, SamplingParams
+from tests.aot.recurrent import MODELS as RECURRENT
 from tests.pooling.pooling_checkpoints import OPTIONS, build_bert
 
 
@@ -90,6 +93,13 @@ def test_options_of_the_engine_that_pooling_lacks_are_refused(folder):
     ):
         with pytest.raises(ValueError, match=complaint):
             LLM(str(folder), **(OPTIONS | options))
+
+
+def test_a_model_with_a_recurrent_state_does_not_pool(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT["4B"]))
+    options = OPTIONS | {"load_format": "dummy", "skip_tokenizer_init": True}
+    with pytest.raises(ValueError, match="Qwen3_5ForCausalLM is not .* a recurrent state"):
+        LLM(str(tmp_path), runner="pooling", **options)
 
 
 def test_a_model_that_generates_refuses_to_embed_until_it_is_told_to(tmp_path):
