@@ -20,6 +20,31 @@ from jaxpage.models.recurrence import Recurrence
 from jaxpage.ops.delta_rule import to_tokens
 
 
+class Convolutions(nnx.Module):
+    """The taps of each channel of q, k and v."""
+
+    def __init__(self, config: ModelConfig, keys: int, values: int):
+        """keys, values: number of channels."""
+        sizes = config.gated_delta
+        assert sizes is not None
+
+        def taps(num_channels: int) -> nnx.Param:
+            return param(
+                (num_channels, 1, sizes.num_taps),
+                axes=("heads", "taps", "taps"),
+                units=(sizes.num_key_heads, 1, sizes.num_taps),
+                init=Normal(config.initializer_range),
+                dtype=config.dtype,
+            )
+
+        self.q, self.k, self.v = taps(keys), taps(keys), taps(values)
+
+    @property
+    def taps(self) -> list[jax.Array]:
+        """[channels, W] each."""
+        return [each[...][:, 0] for each in (self.q, self.k, self.v)]
+
+
 class GatedDeltaNet(nnx.Module):
     """Projections, a convolution, the gated delta rule, a gated norm (transformers' Qwen3_5GatedDeltaNet)."""
 
@@ -49,11 +74,6 @@ class GatedDeltaNet(nnx.Module):
                 dtype=jnp.dtype(jnp.float32),
             )
 
-        def taps(num_channels: int) -> nnx.Param:
-            shape = (num_channels, 1, sizes.num_taps)
-            axes, units = ("heads", "taps", "taps"), (num_heads, 1, sizes.num_taps)
-            return param(shape, axes=axes, units=units, init=init, dtype=dtype)
-
         keys, values = num_heads * sizes.key_dim, num_values * sizes.value_dim
         self.in_proj_q, self.in_proj_k = projection(keys), projection(keys)
         self.in_proj_v, self.in_proj_z = projection(values), projection(values)
@@ -61,7 +81,7 @@ class GatedDeltaNet(nnx.Module):
         # Joined, see `weights.transform`. Checkpoints quantise the former only.
         self.in_proj_qkvz: Linear | None = None
         self.in_proj_ba: Linear | None = None
-        self.conv_q, self.conv_k, self.conv_v = taps(keys), taps(keys), taps(values)
+        self.conv = Convolutions(config, keys, values)
         self.A_log, self.dt_bias = of_values(0.0), of_values(1.0)
         self.norm = RMSNorm(sizes.value_dim, axis="head_dim", eps=config.norm_eps, dtype=dtype)
         self.out_proj = Linear(
@@ -86,8 +106,7 @@ class GatedDeltaNet(nnx.Module):
         """[..., T, E] of x [..., T, E]"""
         sizes = self.config
         q, k, v, z, b, a = self._projected(x)
-        taps = [each[...][:, 0] for each in (self.conv_q, self.conv_k, self.conv_v)]
-        mixed = recurrence.convolve(self.index, (q, k, v), taps)
+        mixed = recurrence.convolve(self.index, (q, k, v), self.conv.taps)
         q, k, v = (jax.nn.silu(part).astype(x.dtype) for part in mixed)
         heads = (*x.shape[:-1], sizes.num_key_heads, sizes.values_per_key)
         shift, rate = (

@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 
 _RECURRENT, _FULL = "linear_attention", "full_attention"
 # Defaults of config.json.
-_ROPE = {
-    "partial_rotary_factor": 0.25,
-    "mrope_section": [11, 11, 10],
-    "mrope_interleaved": True,
-}
+_PART = {"partial_rotary_factor": 0.25}
+_MROPE = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
 
 
 class GatedAttention(SelfAttention):
@@ -126,8 +123,11 @@ def qwen3_5_config(
     """
     text = hf.get_text_config()
     architecture = (hf.architectures or ["?"])[0]
-    for name, value in _ROPE.items():
-        text.rope_parameters.setdefault(name, value)
+    given = text.rope_parameters
+    if "vision" in facts:
+        text.rope_parameters = _PART | _MROPE | given
+    else:  # all three positions of a token are the same
+        text.rope_parameters = _PART | {k: x for k, x in given.items() if k not in _MROPE}
     return decoder_config(
         text,
         dtype=dtype,

@@ -201,7 +201,7 @@ def fused_delta_nets(config: ModelConfig) -> dict[str, Place]:
         for part, (start, stop) in rows.items():
             ours = f"{layer}.in_proj_{part}.weight"
             places[ours] = Source(f"{layer}.in_proj_qkv.weight", start, stop)
-            places[f"{layer}.conv_{part}"] = Source(f"{layer}.conv1d.weight", start, stop)
+            places[f"{layer}.conv.{part}"] = Source(f"{layer}.conv1d.weight", start, stop)
     return places
 
 

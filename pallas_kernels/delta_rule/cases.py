@@ -53,12 +53,11 @@ def arguments(case: Case) -> dict[str, Any]:
     states[slots[begins]] = np.nan
     keys = normal(2, case.most, case.keys, case.key_dim)
     q, k = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
-    tokens = Tokens(
-        q, k, normal(case.most, *heads, case.value_dim), *_gates(rng, case.most, *heads)
-    )
+    v = normal(case.most, *heads, case.value_dim)
+    given = (q, k, v, *_gates(rng, case.most, *heads))
     return {
         "states": jnp.asarray(states),
-        "rows": Rows(jnp.asarray(slots), jnp.asarray(begins), Tokens(*map(jnp.asarray, tokens))),
+        "rows": Rows(jnp.asarray(slots), jnp.asarray(begins), Tokens(*map(jnp.asarray, given))),
         "number": jnp.int32(case.rows),
     }
 
@@ -124,9 +123,12 @@ def window_arguments(case: WindowCase) -> dict[str, Any]:
         x.reshape(-1, *x.shape[2:])[~counts] = 0
     window, first, end, slots, is_first, begins = (np.array(x) for x in zip(*found, strict=True))
     parts = Parts(
-        *(jnp.asarray(x, jnp.int32) for x in (window, first, end, slots)),
-        jnp.asarray(is_first, jnp.bool_),
-        jnp.asarray(begins, jnp.bool_),
+        window=jnp.asarray(window, jnp.int32),
+        first=jnp.asarray(first, jnp.int32),
+        end=jnp.asarray(end, jnp.int32),
+        slots=jnp.asarray(slots, jnp.int32),
+        is_first=jnp.asarray(is_first, jnp.bool_),
+        begins=jnp.asarray(begins, jnp.bool_),
     )
     return {
         "states": jnp.asarray(states),

@@ -7,6 +7,8 @@ the state (https://arxiv.org/abs/2406.06484). Products of float32 are three of b
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -95,74 +97,108 @@ def by_windows(
     return new_states, out.transpose(1, 3, 0, 2, 4)
 
 
-def _body(
-    window, first, end, _slots, is_first, begins, number,
-    states, q, k, v, total, before, beta, total_in_lanes, new_states, out,
-):  # fmt: skip
+class _Refs(NamedTuple):
+    """Of the kernel: the parts, then of one step states [heads, J, D, F], keys [heads, C, D], gates [heads, C, J], and
+    values [heads, J, C, F].
+    """
+
+    window: Any
+    first: Any
+    end: Any
+    slots: Any
+    is_first: Any
+    begins: Any
+    number: Any
+    states: Any
+    q: Any
+    k: Any
+    v: Any
+    total: Any  # gates: the sums of log decays up to each token of the window
+    before: Any  # gates: the same without its own
+    beta: Any  # gates
+    total_in_lanes: Any  # [heads, J, C]
+    new_states: Any
+    out: Any  # values
+
+
+class _Own(NamedTuple):
+    """The tokens of the part: bool[C, 1], and which of them sees which, bool[C, C]."""
+
+    tokens: jax.Array
+    visible: jax.Array
+
+
+class _Gates(NamedTuple):
+    """Of a value head: what it forgets and how much it corrects."""
+
+    rate: jax.Array  # [C, 1]: beta
+    since: jax.Array  # [C, 1]: the decay of the state before the part until each token
+    left: jax.Array  # [C, 1]: the decay of each token until the last one
+    decay: jax.Array  # [C, C]: of the second until the first
+    whole: jax.Array  # [1, 1]: of the state before the part until its last token
+
+
+def _gates(refs: _Refs, own: _Own, head: int, value: int) -> _Gates:
+    def column(ref: Any) -> jax.Array:
+        return ref[head, :, pl.ds(value, 1)]
+
+    total, zero = column(refs.total), jnp.zeros((), jnp.float32)
+    start = jnp.max(jnp.where(own.tokens, column(refs.before), -jnp.inf), 0, keepdims=True)
+    end = jnp.min(jnp.where(own.tokens, total, jnp.inf), 0, keepdims=True)
+    between = total - refs.total_in_lanes[head, pl.ds(value, 1)]
+    return _Gates(
+        rate=jnp.where(own.tokens, column(refs.beta), zero),
+        since=jnp.exp(jnp.where(own.tokens, total - start, zero)),
+        left=jnp.exp(jnp.where(own.tokens, end - total, -jnp.inf)),
+        decay=jnp.exp(jnp.where(own.visible, between, -jnp.inf)),
+        whole=jnp.exp(end - start),
+    )
+
+
+def _body(*given: Any) -> None:
+    """All heads take each step together: one's products have to wait for each other."""
+    refs = _Refs(*given)
     part = pl.program_id(1)
 
-    @pl.when(part < number[0])
+    @pl.when(part < refs.number[0])
     def _():
-        heads, size = q.shape[:2]
-        num_values = v.shape[1]
+        (heads, num_values, size), zero = refs.v.shape[:3], jnp.zeros((), jnp.float32)
         column = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         lane = lax.broadcasted_iota(jnp.int32, (1, size), 1)
-        is_own = (column >= first[part]) & (column < end[part])
-        visible = is_own & (lane >= first[part]) & (lane <= column)
-        is_new_window = (part == 0) | (window[jnp.maximum(part - 1, 0)] != window[part])
-        zeros = jnp.zeros((), jnp.float32)
+        first, end = refs.first[part], refs.end[part]
+        is_own = (column >= first) & (column < end)
+        own = _Own(is_own, is_own & (lane >= first) & (lane <= column))
+        is_new_window = (part == 0) | (refs.window[jnp.maximum(part - 1, 0)] != refs.window[part])
         pairs = [(head, value) for head in range(heads) for value in range(num_values)]
-        keys = [jnp.where(is_own, k[head], zeros) for head in range(heads)]
-        queries = [jnp.where(is_own, q[head], zeros) for head in range(heads)]
+        keys = [jnp.where(is_own, refs.k[head], zero) for head in range(heads)]
+        queries = [jnp.where(is_own, refs.q[head], zero) for head in range(heads)]
         both = [jnp.concatenate(x, axis=0) for x in zip(keys, queries, strict=True)]
         products = [_product(x, key, 1, 1) for x, key in zip(both, keys, strict=True)]  # [2 C, C]
-
-        def column_of(ref: jax.Array, head: int, value: int) -> jax.Array:
-            """[C, 1]"""
-            return ref[head, :, pl.ds(value, 1)]
-
-        sums = [column_of(total, *pair) for pair in pairs]
-        rates = [jnp.where(is_own, column_of(beta, *pair), zeros) for pair in pairs]
-        starts = [
-            jnp.max(jnp.where(is_own, column_of(before, *pair), -jnp.inf), 0, keepdims=True)
-            for pair in pairs
-        ]
-        ends = [jnp.min(jnp.where(is_own, each, jnp.inf), 0, keepdims=True) for each in sums]
-        decays = [
-            jnp.exp(jnp.where(visible, each - total_in_lanes[head, pl.ds(value, 1)], -jnp.inf))
-            for each, (head, value) in zip(sums, pairs, strict=True)
-        ]
+        gates = [_gates(refs, own, *pair) for pair in pairs]
         systems = [
-            jnp.where(lane < column, rate * products[head][:size] * decay, zeros)
-            for rate, decay, (head, _) in zip(rates, decays, pairs, strict=True)
+            jnp.where(lane < column, gate.rate * products[head][:size] * gate.decay, zero)
+            for gate, (head, _) in zip(gates, pairs, strict=True)
         ]
         inverses = _unit_lower_inverses(systems, column, lane)
         old = []
-        for head, value in pairs:
-            given = jnp.where(begins[part] > 0, zeros, states[head, value])
-            old.append(jnp.where(is_first[part] > 0, given, new_states[head, value]))
+        for pair in pairs:
+            stored = jnp.where(refs.begins[part] > 0, zero, refs.states[pair])
+            old.append(jnp.where(refs.is_first[part] > 0, stored, refs.new_states[pair]))
         known = [
             _product(both[head], state, 1, 0) for state, (head, _) in zip(old, pairs, strict=True)
         ]
-        since = [
-            jnp.exp(jnp.where(is_own, each - start, zeros))
-            for each, start in zip(sums, starts, strict=True)
-        ]
         new = [
-            _product(inverse, rate * (v[pair] - each * seen[:size]), 1, 0)
-            for inverse, rate, each, seen, pair in zip(
-                inverses, rates, since, known, pairs, strict=True
-            )
+            _product(inverse, gate.rate * (refs.v[pair] - gate.since * seen[:size]), 1, 0)
+            for inverse, gate, seen, pair in zip(inverses, gates, known, pairs, strict=True)
         ]
-        for n, (head, value) in enumerate(pairs):
-            left = jnp.exp(jnp.where(is_own, ends[n] - sums[n], -jnp.inf)) * keys[head]
-            state = old[n] * jnp.exp(ends[n] - starts[n]) + _product(left, new[n], 0, 0)
-            new_states[head, value] = state
-        for n, (head, value) in enumerate(pairs):
-            outputs = _product(products[head][size:] * decays[n], new[n], 1, 0)
-            outputs += since[n] * known[n][size:]
-            others = jnp.where(is_new_window, zeros, out[head, value])
-            out[head, value] = jnp.where(is_own, outputs, others)
+        for n, (pair, gate) in enumerate(zip(pairs, gates, strict=True)):
+            added = _product(gate.left * keys[pair[0]], new[n], 0, 0)
+            refs.new_states[pair] = old[n] * gate.whole + added
+        for n, (pair, gate) in enumerate(zip(pairs, gates, strict=True)):
+            outputs = _product(products[pair[0]][size:] * gate.decay, new[n], 1, 0)
+            outputs += gate.since * known[n][size:]
+            others = jnp.where(is_new_window, zero, refs.out[pair])
+            refs.out[pair] = jnp.where(is_own, outputs, others)
 
 
 def _unit_lower_inverses(

@@ -51,6 +51,7 @@ CALLS = {
     ),
     "lora": ("8-of-rank-64-32x3584x3584+512+512-bfloat16",),
     "rope": ("qwen2.5-7b-256",),
+    "delta_rule": ("qwen3.5-4b", "windows-qwen3.5-4b-one"),
 }
 _ONE_HEAD = attention.Call(name="llama-8b-of-tp8", num_heads=4, num_kv_heads=1, head_dim=128)
 ONE_HEAD = (_ONE_HEAD, replace(_ONE_HEAD, name="llama-8b-of-tp8-decode", num_tokens=64))
