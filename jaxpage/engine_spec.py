@@ -34,7 +34,7 @@ from jaxpage.research_config import ResearchConfig, ResearchSpec
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.encoder import make_picture_spec
 from jaxpage.runner.lowering import Lowerings, num_bytes
-from jaxpage.runner.memory import SequenceFootprint, free_ram
+from jaxpage.runner.memory import SequenceFootprint, total_ram
 from jaxpage.runner.spec import PictureSpec, StepSpec
 from jaxpage.runner.strict import check_strict
 from jaxpage.sampling.features import processors_of
@@ -322,7 +322,7 @@ def make_engine_spec(
         replace(config, quantization=quantization),
         model.config,
         num_seqs=options.max_num_seqs,
-        device_bytes=hardware.memory_bytes or free_ram(),
+        device_bytes=hardware.memory_bytes or total_ram(),
         num_devices=num_devices,
     )
     if config.numerics == "strict":
