@@ -174,7 +174,9 @@ class _Parts:
     """The parts of a chat message."""
 
     def __init__(self):
-        self._parts: list[list[dict[str, Any]]] = []  # each: one part, or several texts that become one
+        # Each is one part, or several texts that become one: joined at the end, as a copy of all before for each more
+        # would take a minute for a long body.
+        self._parts: list[list[dict[str, Any]]] = []
 
     @property
     def parts(self) -> list[dict[str, Any]]:
