@@ -58,7 +58,7 @@ class FirstLayer(nnx.Module):
 
 
 class EagleDecoder(nnx.Module):
-    """What maps features, the layers, the final norm, and the embedding if the model's does not serve."""
+    """The map from hidden states to features, the layers, the final norm, and the embedding if the head has its own."""
 
     def __init__(self, config: ModelConfig):
         eagle, init, size = config.eagle, Normal(config.initializer_range), config.hidden_size
