@@ -123,7 +123,7 @@ SystemBlocks = Annotated[
 
 
 class UserMessage(_Object):
-    # The last two are Claude Code's own, and mean the same, as vLLM found.
+    # The last two are Claude Code's own names of the same role, as in vLLM.
     role: Literal["user", "ctx", "msg"]
     content: _UserBlocks
 
