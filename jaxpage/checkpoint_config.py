@@ -71,6 +71,9 @@ def load_hf_config(
     model_type = values.get("model_type", "")
     if not model_type or not isinstance(model_type, str):
         raise ValueError(f"{file} names no model_type, so it is not the config.json of a model")
+    names = values.get("architectures") or []
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{file}: architectures must be a list of names, got {names!r}")
     if model_type not in CONFIG_MAPPING:
         code = "its code comes with the checkpoint, which is never run, whatever trust_remote_code says"
         raise ValueError(

@@ -33,7 +33,7 @@ def method_of_head(model: str) -> str | None:
     try:
         values = flattened(json.loads(file.read_text(encoding="utf-8")), file)
         return HEADS.get(values["architectures"][0])
-    except (ValueError, OSError, LookupError, TypeError, RecursionError):
+    except (ValueError, OSError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -45,7 +45,7 @@ def flattened(values: dict[str, Any], file: Path) -> dict[str, Any]:
         return values
     algorithm, layer = values.get("speculators_model_type"), values.get("transformer_layer_config")
     kind = layer.get("model_type") if isinstance(layer, dict) else None
-    if algorithm != "eagle3" or not isinstance(layer, dict) or kind not in LAYERS:
+    if algorithm != "eagle3" or not isinstance(layer, dict) or kind not in [*LAYERS]:
         raise ValueError(
             f"{file} is of a speculator {algorithm!r} with a layer {kind!r}; supported are "
             f"'eagle3' with a layer of {', '.join(LAYERS)}"

@@ -28,8 +28,8 @@ class SpeculativeConfig:
     It is the method if `model` is given.
 
     Method "eagle3": an EAGLE-3 head (https://arxiv.org/abs/2503.01840), trained for the engine's model, guesses from
-    hidden states of that model. Method "eagle": so does a head of the first EAGLE (https://arxiv.org/abs/2401.15077).
-    These are the methods if config.json of `model` says that it is such a head.
+    hidden states of that model. Method "eagle" is for heads of the first EAGLE (https://arxiv.org/abs/2401.15077). If
+    config.json of `model` says that it is a head, the method follows from it, whatever `method` says.
     """
 
     num_speculative_tokens: int  # most tokens that are guessed in a step

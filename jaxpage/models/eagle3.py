@@ -58,7 +58,7 @@ class FirstLayer(nnx.Module):
 
 
 class EagleDecoder(nnx.Module):
-    """What maps features, the layers, the final norm, and the embedding if the model's does not serve."""
+    """The map from hidden states to features, the layers, the final norm, and the embedding if the head has its own."""
 
     def __init__(self, config: ModelConfig):
         eagle, init, size = config.eagle, Normal(config.initializer_range), config.hidden_size
@@ -166,6 +166,10 @@ def eagle3_config(
     architecture = (hf.architectures or ["?"])[0]
     layers = _layers(hf, target)
     size = getattr(hf, "target_hidden_size", None) or hf.hidden_size
+    if type(size) is not int:
+        raise ValueError(
+            f"{architecture}: target_hidden_size must be an integer in config.json, got {size!r}"
+        )
     if size != target.hidden_size:
         raise ValueError(
             f"{architecture} is for a model with hidden states of {size:,} values, and those of "
@@ -215,6 +219,8 @@ def _layers(hf: PretrainedConfig, target: ModelConfig) -> tuple[int, ...]:
     """
     number = target.num_layers
     options = getattr(hf, "eagle_config", None) or {}
+    if not isinstance(options, dict):
+        raise ValueError(f"eagle_config must be an object in config.json, got {options!r}")
     if not options.get("use_aux_hidden_state", True):
         return ()
     found, offset = getattr(hf, _LAYER_IDS, None), 0
@@ -245,6 +251,10 @@ def eagle3_name(name: str) -> str | None:
 
 def check_map(offsets: np.ndarray, *, vocab_size: int) -> None:
     """Raises ValueError unless d2t, int[D], maps to different tokens of a vocabulary."""
+    if offsets.ndim != 1:
+        raise ValueError(
+            f"d2t has shape {offsets.shape} in the checkpoint, and must have one number for each token of the head"
+        )
     targets = offsets.astype(np.int64) + np.arange(len(offsets))
     wrong = targets[(targets < 0) | (targets >= vocab_size)]
     if wrong.size:

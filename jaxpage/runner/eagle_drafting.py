@@ -1,11 +1,12 @@
 """An EAGLE head inside compiled steps, see `models.eagle3` and `models.eagle`.
 
-Slot p of its KV pool is of the pair of the token at p + 1 and the feature of the token at p. So a step's batch serves
-the head as it is, with other tokens. The token of a row's last pair is sampled only after the step: so the next step
-computes this pair again, first in `draft`, whose first pass it is, and then in `follow`, for rows without drafts.
+Slot p of its KV pool holds keys and values of the pair of the token at p + 1 and the feature of the token at p. So the
+head takes a step's batch, with the next token in the place of each. The token of a row's last pair is sampled only
+after the step: so the next step computes this pair again, in the first pass of `draft`, and for rows without drafts in
+`follow`.
 
-The last pair of a prefix that was found in the cache has the token that came next where the prefix was computed, and
-sequences of one prompt share its last pair. This makes drafts worse, and changes no token of an answer.
+The last pair of a prefix from the cache has the token that came next where the prefix was computed, and sequences of
+one prompt may share its last pair. This makes drafts worse, and changes no token of an answer.
 """
 
 from __future__ import annotations

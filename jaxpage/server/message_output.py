@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from jaxpage.reasoning_parsers import OutputParser
 from jaxpage.tool_parsers import (
@@ -157,9 +157,13 @@ def _signature(thinking: str) -> str:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call. If they were cut off: what is complete of them, as clients of streams read them."""
+    """The arguments of a call. If they were cut off: what is complete of them, as clients of streams read them.
+
+    Numbers too large for a float are None: the answer is JSON, which has no infinity.
+    """
     try:
         found = from_json(text, allow_partial=True)
+        found = from_json(to_json(found, inf_nan_mode="null"))
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {}

@@ -1,6 +1,6 @@
 """Answers in pieces: server-sent events as OpenAI's, `data: {...}` and at the end `data: [DONE]`.
 
-Those of responses have names, and a last one that says how it ended: no `[DONE]` follows.
+Those of responses and of Anthropic's messages have names, and a last one that says how it ended: no `[DONE]` follows.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ async def plain_events(call: Call) -> AsyncIterator[bytes]:
 
 
 async def named_events(call: Call) -> AsyncIterator[bytes]:
-    """Of responses, whose chunks say what they are, and report errors themselves."""
+    """Of responses and messages, whose chunks say what they are, and report errors themselves."""
     async for chunk in call.chunks():
         yield event(chunk, chunk["type"])
 

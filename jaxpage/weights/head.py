@@ -29,7 +29,7 @@ def abstract_head(
     method, is not supported, or does not fit the model.
     """
     architecture = (hf_config.architectures or ["none"])[0]
-    # Heads of EAGLE's authors have the name of a model.
+    # In the heads of EAGLE's authors the architecture may be that of a whole model.
     is_head = HEADS.get(architecture) == method or (
         architecture not in HEADS and (method == "eagle" or hasattr(hf_config, "draft_vocab_size"))
     )

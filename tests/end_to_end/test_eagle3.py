@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxpage import LLM, SamplingParams
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import EngineConfig
+from jaxpage.eagle_config import method_of_head
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.weights.head import abstract_head
 from tests import checkpoints, eagle_heads, picture_models
@@ -247,9 +248,8 @@ def test_tokens_are_those_without_drafts(options, trained, llama, expected):
     for _ in range(2):
         assert_same_answers(answers(llm, *requests()), expected, atol=2e-4)
         stats = llm.stats()
-        least = (
-            0.0 if "quantization" in options else 1 / 8
-        )  # these answers are not what it has learned
+        # The answers of the int8 model are not what the head has learned.
+        least = 0.0 if "quantization" in options else 1 / 8
         assert stats.num_accepted_tokens > stats.num_draft_tokens * least
         assert not stats.num_blocks_used and (stats.num_preemptions > 0) == few_blocks
     assert stats.prefix_cache_hits > 0 or few_blocks
@@ -356,6 +356,17 @@ def write_config(folder, **changes) -> Path:
             "has a hidden_size of 48 and takes the model's last hidden states, of 32",
         ),
         ({"speculators_config": {}, "speculators_model_type": "mtp"}, "a speculator 'mtp'"),
+        (
+            {
+                "speculators_config": {},
+                "speculators_model_type": "eagle3",
+                "transformer_layer_config": {"model_type": ["llama"]},
+            },
+            r"a layer \['llama'\]",
+        ),
+        ({"eagle_config": [1]}, r"eagle_config must be an object in config.json, got \[1\]"),
+        ({"target_hidden_size": "32"}, "target_hidden_size must be an integer.*, got '32'"),
+        ({"architectures": [{}]}, r"architectures must be a list of names, got \[{}\]"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(changes, message, llama, tmp_path):
@@ -370,6 +381,10 @@ def test_heads_that_do_not_fit_are_refused(changes, message, llama, tmp_path):
         (lambda tensors: tensors["d2t"].__setitem__(0, -1), "d2t maps a token to -1"),
         (lambda tensors: tensors["d2t"].__setitem__(1, tensors["d2t"][0] - 1), "maps 2 tokens to"),
         (lambda tensors: tensors.__setitem__("d2t", tensors["d2t"][:-1]), "d2t"),
+        (
+            lambda tensors: tensors.__setitem__("d2t", np.array(tensors["d2t"][0])),
+            r"d2t has shape \(\) in the checkpoint",
+        ),
         (
             lambda tensors: tensors.__setitem__("d2t", tensors["d2t"].astype("f4")),
             "d2t is stored as float32",
@@ -400,6 +415,12 @@ def test_heads_of_the_first_eagle_that_do_not_fit_are_refused(llama, tmp_path):
             spec = spec_of(llama)
             config = dataclasses.replace(spec.config, model=str(folder))
             abstract_head(load_hf_config(str(folder)), config, spec.model.config, "eagle")
+
+
+def test_a_config_that_is_no_object_is_no_head(tmp_path):
+    for text in ('["speculators_config"]', '"speculators_config"', "{", "3"):
+        (tmp_path / "config.json").write_text(text)
+        assert method_of_head(str(tmp_path)) is None
 
 
 def test_a_head_is_no_model(llama, tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter, ValidationError
+from starlette.responses import JSONResponse
 
 from jaxpage.reasoning_parsers import OutputParser, make_reasoning_parser
 from jaxpage.server.error_response import error_response
@@ -104,6 +106,15 @@ def test_later_messages_of_the_system_change_nothing_before_them():
     assert said == [ends | {"content": "22"}, user("note\n\nb")]
 
 
+def test_long_turns_take_time_in_proportion_to_their_length():
+    """A copy of the turn for each of its messages would be 20 GB of copies here, in the event loop."""
+    long = "x" * 32_000
+    start = time.perf_counter()
+    (turn,) = seen(*[user(long)] * 1000)
+    assert time.perf_counter() - start < 1
+    assert turn["content"] == "\n\n".join([long] * 1000)
+
+
 @pytest.mark.parametrize(
     ("block", "content"),
     [
@@ -170,6 +181,7 @@ def test_fields_of_a_request_are_those_of_a_chat():
         ({"messages": [assistant(result("x"))]}, "'tool_use'"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "'user'"),
         ({"messages": []}, "at least 1 item"),
+        ({"messages": [{"role": "system", "content": ""}]}, "messages has no content"),
         ({"system": [image(PICTURE)]}, "Input should be 'text'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "Anthropic's own"),
         ({"tools": [{"name": "x"}]}, "input_schema"),
@@ -266,6 +278,14 @@ def test_of_a_call_that_is_cut_off_what_is_complete_is_left():
     output, told = written(ANSWER[: ANSWER.index(', "days')], 5)
     assert output.content()[-1]["input"] == {"city": "Rome"}
     assert told[-1]["input"].startswith('{"city": "Rome"')
+
+
+def test_numbers_that_are_too_large_for_json_are_null():
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 1e999}}\n</tool_call>'
+    output, told = written(call, 5)
+    assert output.content()[0]["input"] == {"city": "Rome", "days": None}
+    JSONResponse(output.content())  # which has no infinity
+    assert told[0]["input"] == '{"city": "Rome", "days": 1e999}'
 
 
 @pytest.mark.parametrize(

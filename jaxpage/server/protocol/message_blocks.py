@@ -123,7 +123,7 @@ SystemBlocks = Annotated[
 
 
 class UserMessage(_Object):
-    # The last two are Claude Code's own, and mean the same, as vLLM found.
+    # The last two are Claude Code's own names of the same role, as in vLLM.
     role: Literal["user", "ctx", "msg"]
     content: _UserBlocks
 
@@ -161,7 +161,8 @@ def to_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> lis
     first.add_all(block for block in system if not is_billing(block.text))
     for message in messages[: len(messages) - len(rest)]:
         first.add_all(message.content)
-    found = [{"role": "system", "content": first.content()}] if first.parts else []
+    prompt = first.content()
+    found = [{"role": "system", "content": prompt}] if prompt else []
     names: dict[str, str] = {}  # of called tools, by the id of the call
     for is_answer, turn in itertools.groupby(rest, lambda message: message.role == "assistant"):
         convert = _assistant_turn if is_answer else _user_turn
@@ -173,7 +174,17 @@ class _Parts:
     """The parts of a chat message."""
 
     def __init__(self):
-        self.parts: list[dict[str, Any]] = []
+        # Each is one part, or several texts that become one: joined at the end, as a copy of all before for each more
+        # would take a minute for a long body.
+        self._parts: list[list[dict[str, Any]]] = []
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """In OpenAI's format."""
+        return [
+            part[0] if len(part) == 1 else _text("\n\n".join(piece["text"] for piece in part))
+            for part in self._parts
+        ]
 
     def add_all(self, blocks: Iterable[Any]) -> bool:
         """Add the texts and pictures of one more message; whether it has any.
@@ -184,18 +195,17 @@ class _Parts:
         new = [part for block in blocks if (part := _part(block)) is not None]
         if not new:
             return False
-        if self.parts and self.parts[-1]["type"] == new[0]["type"] == "text":
-            self.parts[-1] = _text(f"{self.parts[-1]['text']}\n\n{new.pop(0)['text']}")
-        self.parts += new
+        if self._parts and self._parts[-1][0]["type"] == new[0]["type"] == "text":
+            self._parts[-1].append(new.pop(0))
+        self._parts += [[part] for part in new]
         return True
 
     def content(self) -> str | list[dict[str, Any]]:
         """A text if that is all."""
-        if not self.parts:
+        parts = self.parts
+        if not parts:
             return ""
-        if len(self.parts) == 1 and self.parts[0]["type"] == "text":
-            return self.parts[0]["text"]
-        return self.parts
+        return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
 def _part(block: Any) -> dict[str, Any] | None:

@@ -94,6 +94,8 @@ class MessageFields(OpenModel):
         """Fields of a chat with the same prompt. Raises ValueError."""
         self._refuse()
         messages = to_messages(self.system, self.messages)
+        if not messages:
+            raise ValueError("messages has no content; give a message of the user")
         config, choice = self.output_config or OutputConfig(), self.tool_choice
         goes_on = self._goes_on(messages)
         return {
@@ -123,7 +125,7 @@ class MessageFields(OpenModel):
 
     def _goes_on(self, messages: list[dict[str, Any]]) -> bool:
         """Whether the answer continues the last message. If that is empty, it is removed. Raises ValueError."""
-        last = messages[-1] if messages else {}
+        last = messages[-1]
         if last.get("role") != "assistant":
             return False
         if last.keys() == {"role", "content"} and not last["content"] and len(messages) > 1:

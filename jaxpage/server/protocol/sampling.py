@@ -64,7 +64,7 @@ class StreamOptions(OpenModel):
 
 
 class SamplingFields(OpenModel):
-    """Fields of all three APIs. None: the model's default, else vLLM's."""
+    """Fields of completions, chats, responses and messages. None: the model's default, else vLLM's."""
 
     model: str | None = None
     frequency_penalty: float | None = None
