@@ -96,6 +96,7 @@ class Built:
     most_patches: int = 0  # of a picture
     adapters: AdapterCache | None = None  # with `enable_lora`
     research: ResearchSpec | None = None
+    has_recurrent_state: bool = False  # some layers of the model
     memory: DeviceMemory | None = None  # of one engine on one host, with parameters of its own
 
 
@@ -171,6 +172,7 @@ def _build(
         most_patches=0 if sized[0].picture_spec is None else sized[0].picture_spec.sizes[-1],
         adapters=_make_adapters(config, model) if config.enable_lora else None,
         research=sized[0].research,
+        has_recurrent_state=model.config.gated_delta is not None,
         memory=None if is_shared else DeviceMemory(sized[0], parts[0][1], runners[0]),
     )
 
@@ -345,8 +347,7 @@ def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
 
 def _check_same_ropes(spec: EngineSpec) -> None:
     """Some RoPE types depend on max_model_len, which may have been reduced after the model was created."""
-    config = spec.config
-    length = config.max_model_len
+    config, length = spec.config, spec.config.max_model_len
     fitted = registry.build(spec.hf_config, dtype=config.dtype, max_model_len=length)
     if fitted.config.ropes != spec.model.config.ropes:
         raise ValueError(

@@ -63,7 +63,7 @@ class InputProcessor:
             max_logprobs=built.config.max_logprobs,
             has_tokenizer=built.tokenizer is not None,
             embeds=_embeds_form(built),
-            has_recurrent_state=built.model.config.gated_delta is not None,
+            has_recurrent_state=built.has_recurrent_state,
         )
         self.pictures = _picture_reader(built)  # None: the model takes no pictures
         self.eos_token_ids = built.eos_token_ids  # the first is the tokenizer's EOS

@@ -43,6 +43,7 @@ def fake_built(
         vocab_size=512,
         eos_token_ids=(EOS,),
         default_sampling=default_sampling or {},
+        has_recurrent_state=False,
         picture_processor=None,
         hosts=hosts,
         adapters=None,

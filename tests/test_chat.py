@@ -47,6 +47,7 @@ def make(tmp_path_factory):
             vocab_size=512,
             eos_token_ids=(2,),
             default_sampling={},
+            has_recurrent_state=False,
             picture_processor=None,
             adapters=None,
             research=None,

@@ -35,6 +35,7 @@ def make(tmp_path_factory):
             vocab_size=512,
             eos_token_ids=(2, 7),
             default_sampling=default_sampling or {},
+            has_recurrent_state=False,
             picture_processor=None,
             adapters=None,
             research=None,

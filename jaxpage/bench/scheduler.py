@@ -162,6 +162,7 @@ def _make_llm(num_rows: int, bench: SchedulerBench, runner: _TimedRunner) -> LLM
         vocab_size=hf_config.vocab_size,
         eos_token_ids=(2,),
         default_sampling={},
+        has_recurrent_state=False,
         picture_processor=None,
         adapters=None,
         research=None,

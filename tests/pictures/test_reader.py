@@ -41,6 +41,7 @@ def make_inputs(tokenizer, *, most_patches: int = 256, **options) -> InputProces
         vocab_size=1903,
         eos_token_ids=(2,),
         default_sampling={},
+        has_recurrent_state=False,
         picture_processor=FakeProcessor(),
         adapters=None,
         research=None,
