@@ -18,5 +18,7 @@ def test_states_change_in_place(target):
     assert sorted(each["name"] for each in programs) == sorted(delta_rule.NAMES)
     for each in programs:
         assert each["kernel_calls"] == 1, each
-        # States of few rows may be fetched into VMEM, memory space 1, before the kernel begins.
-        assert [line for line in each["copies"] if "S(1)" not in line] == [], each
+        # Small states may be fetched into VMEM, memory space 1, before the kernel begins, and back. Lines of ends do
+        # not say where from.
+        copies = [line for line in each["copies"] if "copy-done(" not in line]
+        assert [line for line in copies if "S(1)" not in line] == [], each
