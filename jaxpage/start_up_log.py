@@ -1,4 +1,4 @@
-"""What an engine logs when it starts: five lines. With DEBUG also its options.
+"""What an engine logs when it starts: a few lines. With DEBUG also its options.
 
 Knows the properties of a finished engine. Must not know how it was built, and changes nothing.
 """

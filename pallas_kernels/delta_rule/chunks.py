@@ -23,17 +23,14 @@ _einsum = partial(jnp.einsum, precision=lax.Precision.HIGH)
 class Chunk(NamedTuple):
     """What does not depend on the state of C tokens, of one sequence or of several one after the other."""
 
-    v: (
-        jax.Array
-    )  # [N, J, C, F]: new values, less what the values of earlier tokens of the chunk contribute
+    # [N, J, C, F]: new values, less what the values of earlier tokens of the chunk contribute.
+    v: jax.Array
     k: jax.Array  # [N, J, C, D]: the state times these is to be subtracted from v
     q: jax.Array  # [N, J, C, D]: the state times these is a part of the outputs
-    scores: (
-        jax.Array
-    )  # [N, J, C, C]: the share of each (second) token's value in the output of another (first)
-    left: (
-        jax.Array
-    )  # [N, J, C, D]: keys, less what decays until the last token of the sequence here
+    # [N, J, C, C]: the share of the second token's value in the output of the first.
+    scores: jax.Array
+    # [N, J, C, D]: keys, decayed until the last token of their sequence in the chunk.
+    left: jax.Array
     decay: jax.Array  # [N, J, C]: of the state, from before the chunk to that token
 
 
