@@ -34,16 +34,13 @@ from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.device_memory import DeviceMemory
 from jaxpage.draft_model import named_errors
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.kv_cache import KVCache
-from jaxpage.engine.padding import Padding
-from jaxpage.engine.picture_cache import PictureCache
 from jaxpage.engine.replicas import Replicas
-from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.environment import compiler_flags
 from jaxpage.hosts.agreement import check_same, smallest, wait_for_all
 from jaxpage.hosts.group import Hosts, end_with_main_thread
 from jaxpage.hosts.join import join
+from jaxpage.make_scheduler import make_scheduler
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.pictures.border import PictureProcessor
@@ -222,7 +219,7 @@ def _build_one(
     if config.record_calls is not None:
         runner.recorder = record_to(config.record_calls, _recording_header(options, sized))
         weakref.finalize(runner, runner.recorder.close)
-    scheduler = _make_scheduler(sized, runner)
+    scheduler = make_scheduler(sized, runner)
     runner.warmup()
     if hosts is not None:
         wait_for_all(hosts)
@@ -367,34 +364,3 @@ def _recording_header(options: EngineConfig, sized: EngineSpec) -> dict[str, Any
             given[name] = vars(values)
     found = {name: getattr(sized.config, name) for name in ("model", *_SIZES)}
     return {"options": given | found | {"tensor_parallel_size": sized.num_devices}}
-
-
-def _make_scheduler(spec: EngineSpec, runner: Runner) -> Scheduler:
-    config, pictures, memory = spec.config, spec.picture_spec, runner.host_memory
-    on_cpu = spec.device.platform == "cpu"
-    prompt_sizes = tuple(bucket.num_tokens for bucket in runner.buckets if not bucket.decode)
-    kv = KVCache(
-        runner.pool_spec.num_blocks,
-        config.block_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        windows=runner.groups.windows,
-        num_host_blocks=0 if memory is None else memory.num_blocks,
-        preemption_mode=config.preemption_mode,
-        store=None if memory is None else memory.store,
-    )
-    budget = config.max_num_batched_tokens
-    whole = pictures is not None and pictures.vision.bidirectional
-    return Scheduler(
-        kv,
-        num_adapters=config.max_loras if config.enable_lora else 0,
-        pictures=pictures and PictureCache(pictures.num_rows, budget=budget, whole=whole),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=config.max_model_len,
-        policy=config.scheduling_policy,
-        decode_steps=config.decode_steps,
-        speculative=config.speculative_config,
-        samples_late=not on_cpu,  # where the host would only take the device's cores
-        # Of usual devices, operations for each byte that they read.
-        padding=Padding(prompt_sizes, overhead=16 if on_cpu else 256),
-    )

@@ -76,6 +76,8 @@ class Admission:
     max_len: int  # number of tokens at which the sequence ends
     fields: Mapping[str, Any]  # values of the other slot fields, by name: `Request.slot_fields`
     adapter_slot: int = 0  # 0: no adapter
+    # of the cached recurrent state with which the sequence begins; 0: it begins with zeros
+    state_slot: int = 0
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -136,6 +138,8 @@ class StepPlan:
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     # between device, host and disk, before the copies
     transfers: BlockTransfers | None = None
+    # (request slot, slot of a cached state): recurrent states to copy after the rows have run
+    state_saves: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:

@@ -1,7 +1,7 @@
-"""What an engine does without if some layers of its model have a recurrent state.
+"""What an engine does without if some layers of its model have a recurrent state, and how many states it has room for.
 
-A state is of all tokens so far. Blocks of keys and values can be shared, found again and moved, one by one; a state
-is kept for running sequences only, and only its last version.
+A state is of all tokens so far. Blocks of keys and values can be shared, found again and moved, one by one; a running
+sequence has only its last state, and the prefix cache has some copies (`engine.state_cache`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from jax.typing import DTypeLike
 from jaxpage.config import ResolvedConfig
 from jaxpage.models.config import GatedDelta, ModelConfig
 
-_MOST_STATES = 0.2  # of a device's memory, for the states of sequences
+# Of a device's memory:
+_MOST_STATES = 0.2  # for the states of sequences
+_MOST_CACHED = 0.1  # for those in the prefix cache
 
 
 def with_recurrent_state(
@@ -25,8 +27,8 @@ def with_recurrent_state(
     device_bytes: int,
     num_devices: int,
 ) -> ResolvedConfig:
-    """The config for such a model has no prefix cache, and if the user set no `max_num_seqs` (num_seqs) only as many
-    sequences as have their states in a part of the memory, `device_bytes` on each device; else it is unchanged.
+    """The config for such a model: if the user set no `max_num_seqs` (num_seqs) it has only as many sequences as have
+    their states in a part of the memory, `device_bytes` on each device. Others are unchanged.
 
     Raises ValueError for what needs earlier states, or states outside the device.
     """
@@ -48,12 +50,30 @@ def with_recurrent_state(
                 f"{option} is not for {model.architecture}, whose layers have a recurrent state: {why}; leave it out"
             )
     if num_seqs is None:
-        # See `runner.recurrence.recurrent_axes`.
-        shares = 1 if model.gated_delta.num_key_heads % num_devices else num_devices
-        most = int(_MOST_STATES * device_bytes) * shares
-        fitting = most // sequence_bytes(model.gated_delta, model.dtype)
+        fitting = _num_fitting(_MOST_STATES, model, device_bytes, num_devices)
         num_seqs = min(config.max_num_seqs, 1 << max(fitting, 1).bit_length() - 1)
-    return replace(config, enable_prefix_caching=False, max_num_seqs=num_seqs)
+    return replace(config, max_num_seqs=num_seqs)
+
+
+def num_cached_states(
+    config: ResolvedConfig, model: ModelConfig, *, device_bytes: int, num_devices: int
+) -> int:
+    """States in the prefix cache: as many as fit in a part of the memory, but at least one and at most two for each
+    running sequence, which keeps two when it begins. 0 without prefix cache, or if the model has no such state.
+    """
+    if model.gated_delta is None or not config.enable_prefix_caching:
+        return 0
+    fitting = _num_fitting(_MOST_CACHED, model, device_bytes, num_devices)
+    return min(max(fitting, 1), 2 * config.max_num_seqs)
+
+
+def _num_fitting(part: float, model: ModelConfig, device_bytes: int, num_devices: int) -> int:
+    """How many states have room in a part of the memory of each device."""
+    assert model.gated_delta is not None
+    # See `runner.recurrence.recurrent_axes`.
+    shares = 1 if model.gated_delta.num_key_heads % num_devices else num_devices
+    most = int(part * device_bytes) * shares
+    return most // sequence_bytes(model.gated_delta, model.dtype)
 
 
 def sequence_bytes(sizes: GatedDelta, dtype: DTypeLike) -> int:

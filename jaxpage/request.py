@@ -165,6 +165,10 @@ class Sequence:
     num_in_history: int = 0
     # How many blocks of each table are in the prefix cache, if caching is allowed.
     num_registered_blocks: int = 0
+    # Of models with a recurrent state, see `engine.state_cache`: the slot of the cached state with which it begins, and
+    # the numbers of tokens after which its state is kept. 0: it begins with zeros.
+    state_slot: int = 0
+    state_borders: tuple[int, ...] = ()
     # Parts of its KV were computed with different weights, so its blocks do not enter the prefix cache.
     has_mixed_kv: bool = False
     # (weights version, first output token sampled with it), ascending

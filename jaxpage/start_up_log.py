@@ -117,11 +117,13 @@ def kv_cache_line(spec: EngineSpec) -> str:
 
 
 def recurrent_state_line(spec: EngineSpec) -> str:
-    """Its bytes on all devices, and what the engine does without."""
+    """Of running sequences and of the prefix cache, with their bytes on all devices."""
     model, number = spec.model.config, spec.config.max_num_seqs
     assert model.gated_delta is not None
-    size = _short(number * sequence_bytes(model.gated_delta, model.dtype))
-    return f"state     {size}B of recurrent state for {number} sequences; no prefix cache"
+    size = sequence_bytes(model.gated_delta, model.dtype)
+    num_cached = spec.step_spec.num_cached_states
+    cached = f"{_short(num_cached * size)}B for {num_cached} in the" if num_cached else "no"
+    return f"state     {_short(number * size)}B of recurrent state for {number} sequences, {cached} prefix cache"
 
 
 def programs_line(programs: Sequence[Programs], *, ahead_of_time: bool) -> str:

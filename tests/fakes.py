@@ -439,6 +439,7 @@ class FakeRunner:
     With `sends_plans` a plan arrives pickled. `fail_launch` and `fail_collect` hold numbers of
     launches that raise RuntimeError: at once and without having changed anything, or when they are
     collected, after they wrote garbage. With `whole_pictures` no row may end within a picture.
+    `num_states`: of a model with a recurrent state, the slots of all states. The state after a token is its digest.
     """
 
     num_top_logprobs = 8
@@ -454,7 +455,10 @@ class FakeRunner:
         windows: tuple[int | None, ...] = (None,),
         sends_plans: bool = False,
         whole_pictures: bool = False,
+        num_states: int = 0,
     ):
+        self._states: dict[int, int] | None = {} if num_states else None
+        self._num_states = num_states
         self.sends_plans = sends_plans
         self.whole_pictures = whole_pictures
         self.store = store
@@ -506,6 +510,8 @@ class FakeRunner:
         self._content.clear()
         self._host.clear()
         self._picture_rows.clear()
+        if self._states is not None:
+            self._states.clear()
 
     def launch(self, plan: StepPlan) -> int:
         handle, self.num_launches = self.num_launches, self.num_launches + 1
@@ -523,6 +529,9 @@ class FakeRunner:
         # A step that will turn out to have failed spoils what it writes, and the step built on it.
         self._broken = any(x in self.fail_collect for x, _ in [*self._under_way, (handle, None)])
         self._under_way.append((handle, self._run(plan)))
+        for slot, saved in plan.state_saves:
+            assert slot in plan.slots
+            self._copy_state(slot, saved)
         return handle
 
     def is_done(self, handle: int) -> bool:
@@ -632,6 +641,8 @@ class FakeRunner:
             for token_id, token in zip(admission.token_ids, tokens, strict=True):
                 slot.append(token_id, token)
             self._slots[admission.slot] = slot
+            if admission.state_slot:
+                self._copy_state(admission.state_slot, admission.slot)
         for slot_id, start, token_ids in plan.forced_tokens:
             slot = self._slots[slot_id]
             assert slot_id in plan.slots and start == len(slot.history) and token_ids
@@ -680,6 +691,8 @@ class FakeRunner:
         for step in range(steps):
             live = [row for row in range(rows) if not self._slots[plan.slots[row]].finished]
             self._write(plan, live, step)
+            if self._states is not None:
+                self._advance_states(plan, live, step, self._states)
             for row in live:
                 if row < rows - plan.num_late_rows:
                     self._read(plan, row, step)
@@ -690,6 +703,23 @@ class FakeRunner:
                     end = plan.starts[row] + step + plan.num_tokens[row]
                     self._sample(plan, row, step, result, end)
         return result
+
+    def _copy_state(self, source: int, destination: int) -> None:
+        assert self._states is not None and {source, destination} <= set(range(1, self._num_states))
+        self._states[destination] = self._states[source]
+
+    def _advance_states(
+        self, plan: StepPlan, live: list[int], step: int, states: dict[int, int]
+    ) -> None:
+        for row in live:
+            slot_id, count, start = plan.slots[row], plan.num_tokens[row], plan.starts[row] + step
+            digests = self._slots[slot_id].digests
+            if count == 0 and row < plan.num_rows - plan.num_late_rows:
+                states[slot_id] = states[plan.slots[row - 1]]
+            if count and start and not self._broken:
+                assert states[slot_id] == digests[start - 1], f"{row=} has the state of others"
+            if count:
+                states[slot_id] = -1 if self._broken else digests[start + count - 1]
 
     def _verify(self, plan: StepPlan, row: int, drafts: list[int], result: StepResult) -> None:
         slot = self._slots[plan.slots[row]]

@@ -1,4 +1,4 @@
-"""What an engine does without if its model has a recurrent state, and how many sequences it has room for."""
+"""What an engine does without if its model has a recurrent state, and how many states it has room for."""
 
 from __future__ import annotations
 
@@ -37,13 +37,24 @@ def test_states_of_all_sequences_take_a_fifth_of_the_memory_at_most(folder):
     assert spec_of(folder, memory=64 * GIB).config.max_num_seqs == 256  # of the platform
     given = spec_of(folder, max_num_seqs=200)
     assert given.config.max_num_seqs == 200
-    assert recurrent_state_line(given) == (
-        f"state     {200 * SEQUENCE_BYTES / 1e9:.2f} GB of recurrent state for 200 sequences; no prefix cache"
+
+
+def test_states_in_the_prefix_cache_take_a_tenth_of_the_memory_at_most(folder):
+    fitting = int(0.1 * 4 * GIB) // SEQUENCE_BYTES
+    assert spec_of(folder).step_spec.num_cached_states == fitting == 33
+    assert spec_of(folder, memory=64 * GIB, max_num_seqs=20).step_spec.num_cached_states == 40
+    assert spec_of(folder, memory=GIB // 64).step_spec.num_cached_states == 1
+    assert spec_of(folder, enable_prefix_caching=False).step_spec.num_cached_states == 0
+
+
+def test_the_log_says_how_many_states_there_are(folder):
+    states, cached = 200 * SEQUENCE_BYTES / 1e9, 33 * SEQUENCE_BYTES / 1e6
+    start = f"state     {states:.2f} GB of recurrent state for 200 sequences, "
+    assert recurrent_state_line(spec_of(folder, max_num_seqs=200)) == (
+        f"{start}{cached:.0f} MB for 33 in the prefix cache"
     )
-
-
-def test_there_is_no_prefix_cache_whatever_is_asked_for(folder):
-    assert spec_of(folder, enable_prefix_caching=True).config.enable_prefix_caching is False
+    without = spec_of(folder, max_num_seqs=200, enable_prefix_caching=False)
+    assert recurrent_state_line(without) == start + "no prefix cache"
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,9 @@ def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
         if (wanted + 1) * block <= _pool_bytes(measured, in_int8["weight_bytes"]):
             found.append("--quantization int8")
     if (recurrence := measured["recurrence"]) is not None:
+        cached = recurrence["num_cached"] * recurrence["sequence_bytes"]
+        if cached and (wanted + 1) * block <= left + cached:
+            found.append("--no-enable-prefix-caching")
         most_rows = measured["config"]["max_num_seqs"]
         halves = (most_rows >> times for times in range(1, most_rows.bit_length()))
         freed = ((rows, (most_rows - rows) * recurrence["sequence_bytes"]) for rows in halves)

@@ -221,9 +221,11 @@ def _recurrence(measured: dict[str, Any]) -> list[str]:
     if recurrence is None:
         return []
     size, num_rows = recurrence["sequence_bytes"], measured["config"]["max_num_seqs"]
+    num_cached = recurrence["num_cached"]
     return [
         f"{size / 1e6:.1f} MB of recurrent state a sequence, {size * num_rows / GIB:.2f} GiB of the request state for "
-        f"{num_rows}; a decode step reads and writes those of its rows"
+        f"{num_rows} and {size * num_cached / GIB:.2f} for {num_cached} in the prefix cache; a decode step reads and "
+        "writes those of its rows"
     ]
 
 

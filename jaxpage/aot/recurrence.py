@@ -18,7 +18,8 @@ from jaxpage.runner.recurrence import recurrent_axes
 
 def numbers_of_recurrence(spec: EngineSpec) -> dict[str, int] | None:
     """What `estimate` needs, of one device: bytes of a sequence's state in all layers, which a decode step reads and
-    writes, and flops per token of a decode step and of a prompt. None for a model without recurrent state.
+    writes; how many more the prefix cache has; flops per token of a decode step and of a prompt. None for a model
+    without recurrent state.
     """
     model = spec.model.config
     sizes = model.gated_delta
@@ -27,6 +28,7 @@ def numbers_of_recurrence(spec: EngineSpec) -> dict[str, int] | None:
     shares, layers = _shares(spec, sizes), len(sizes.layers)
     return {
         "sequence_bytes": sequence_bytes(sizes, model.dtype) // shares,
+        "num_cached": spec.step_spec.num_cached_states,
         "flops_per_token": layers * flops_of_a_token(sizes) // shares,
         "flops_in_prompts": layers * flops_in_a_chunk(sizes) // shares,
     }

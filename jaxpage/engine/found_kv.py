@@ -1,10 +1,14 @@
-"""The cached KV found for a waiting sequence, and the longest usable prefix of it."""
+"""What is cached of a waiting sequence, and the longest usable prefix of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
+from jaxpage.engine.block_hashes import group_key
+from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.state_cache import StateCache
 from jaxpage.kv_groups import Windows, first_seen_block
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.request import Sequence
@@ -27,6 +31,10 @@ class FoundKV:
 
     num_tokens: int
     tables: list[list[int | HostBlock]]
+    # Of models with a recurrent state, see `state_cache`: the slot of the state after these tokens, and after how many
+    # tokens to keep the sequence's state. 0: it begins with zeros.
+    state_slot: int = 0
+    state_borders: tuple[int, ...] = ()
 
     def num_taken(self, refs: list[int], lengths: list[int]) -> int:
         """Free blocks that tables of these lengths would take; `refs[i]` sequences hold device block i."""
@@ -37,6 +45,59 @@ class FoundKV:
             for table in self.tables
             for hit in table
         )
+
+
+def cached_kv(
+    hashes: list[bytes],
+    lookup: Callable[[bytes], int | HostBlock],
+    windows: Windows,
+    block_size: int,
+    states: StateCache | None = None,
+) -> FoundKV:
+    """The longest usable prefix of blocks with these hashes, which `lookup` finds by their keys; with `states`, the
+    longest one whose state is cached too.
+    """
+
+    @cache
+    def find(group: int, index: int) -> int | HostBlock:
+        return lookup(group_key(hashes[index], group))
+
+    def usable(count: int) -> int:
+        return longest_prefix(find, count, windows, block_size)
+
+    length, slot, borders = usable(len(hashes)), 0, ()
+    if states is not None:
+        length, slot, borders = states.find(hashes, length, lambda count: usable(count) == count)
+    tables: list[list[int | HostBlock]] = []
+    for group, window in enumerate(windows):
+        first = first_seen_block(window, length * block_size, block_size)
+        seen = [find(group, index) for index in range(first, length)]
+        tables.append([NULL_BLOCK] * first + seen)
+    return FoundKV(length * block_size, tables, slot, tuple(block_size * n for n in borders))
+
+
+def swapped_kv(sequence: Sequence, pool: BlockPool) -> FoundKV:
+    """All that a sequence had when it was swapped out. Its first blocks may still be in the prefix cache on the device,
+    which is `pool`.
+    """
+    tables: list[list[int | HostBlock]] = [
+        [HostBlock(host_id) if host_id else NULL_BLOCK for host_id in table]
+        for table in sequence.host_tables
+    ]
+    num_full = sequence.num_computed_tokens // pool.block_size
+    for index, block_hash in enumerate(sequence.block_hashes[:num_full]):
+        found = (
+            pool.lookup(group_key(block_hash, group))
+            if isinstance(table[index], HostBlock)
+            else NULL_BLOCK
+            for group, table in enumerate(tables)
+        )
+        on_device = [block_id for block_id in found if block_id is not None]
+        if len(on_device) < len(tables):
+            break
+        for table, block_id in zip(tables, on_device, strict=True):
+            table[index] = block_id
+    return FoundKV(sequence.num_computed_tokens, tables)
 
 
 def num_findable(sequence: Sequence, block_size: int, *, has_windows: bool) -> int:

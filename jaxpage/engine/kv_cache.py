@@ -4,18 +4,19 @@ Knows sequences, their blocks on device and host, and the plan that tells the de
 sequences run, wait or are preempted (the scheduler decides that).
 
 It owns these fields of a sequence: `block_tables`, `writable_len`, `num_unseen_blocks`, `host_tables`, `block_hashes`,
-`num_registered_blocks`, `has_mixed_kv`. It also sets `num_computed_tokens` when a sequence gains or loses cached KV.
+`num_registered_blocks`, `has_mixed_kv`, `state_slot`, `state_borders`. It also sets `num_computed_tokens` when a
+sequence gains or loses cached KV.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 
 from jaxpage.engine.block_hashes import extend_hashes, group_key
 from jaxpage.engine.block_pool import BlockPool
-from jaxpage.engine.found_kv import FoundKV, HostBlock, longest_prefix, num_findable
+from jaxpage.engine.found_kv import FoundKV, HostBlock, cached_kv, num_findable, swapped_kv
 from jaxpage.engine.host_tier import BlockStore, HostTier
+from jaxpage.engine.state_cache import StateCache
 from jaxpage.kv_groups import Windows, first_seen_block, widest_window
 from jaxpage.plan import NULL_BLOCK, BlockTransfers, StepPlan
 from jaxpage.request import Sequence
@@ -41,8 +42,10 @@ class KVCache:
         num_host_blocks: int = 0,
         preemption_mode: str | None = None,
         store: BlockStore | None = None,
+        states: StateCache | None = None,
     ):
-        """`windows` of the KV-cache groups. `preemption_mode`: see `HostTier.should_swap`.
+        """`windows` of the KV-cache groups. `preemption_mode`: see `HostTier.should_swap`. `states`: those that the
+        prefix cache needs too, if the model has a recurrent state.
 
         Raises ValueError if `num_blocks` is below 2 (one is the null block) or `block_size` below 1.
         """
@@ -54,10 +57,8 @@ class KVCache:
             self.tier = HostTier(
                 num_host_blocks, self.pool, preemption_mode=preemption_mode, store=store
             )
-        self.block_size = block_size
-        self.windows = windows
-        self.weight_epoch = 0
-        self._has_windows = any(windows)
+        self.states, self.block_size, self.windows = states, block_size, windows
+        self.weight_epoch, self._has_windows = 0, any(windows)
 
     # The four main methods.
 
@@ -70,28 +71,13 @@ class KVCache:
         result is valid until the next call that changes anything: `admit` it at once, or call `find` again.
         """
         if sequence.host_tables:
-            return self._find_swapped(sequence)
+            return swapped_kv(sequence, self.pool)
         pool, size, windows = self.pool, self.block_size, self.windows
         if not pool.enable_prefix_caching or sequence.request.params.skip_reading_prefix_cache:
             return FoundKV(0, [[] for _ in windows])
         count = num_findable(sequence, size, has_windows=self._has_windows)
         extend_hashes(sequence, count, size, self.weight_epoch)
-
-        @cache
-        def find(group: int, index: int) -> int | HostBlock:
-            key = group_key(sequence.block_hashes[index], group)
-            if (block_id := pool.lookup(key)) is not None:
-                return block_id
-            host_id = None if self.tier is None else self.tier.find(key)
-            return NULL_BLOCK if host_id is None else HostBlock(host_id)
-
-        length = longest_prefix(find, count, windows, size)
-        tables: list[list[int | HostBlock]] = []
-        for group, window in enumerate(windows):
-            first = first_seen_block(window, length * size, size)
-            seen = [find(group, index) for index in range(first, length)]
-            tables.append([NULL_BLOCK] * first + seen)
-        return FoundKV(length * size, tables)
+        return cached_kv(sequence.block_hashes[:count], self._lookup, windows, size, self.states)
 
     def admit(self, sequence: Sequence, found: FoundKV, max_query_len: int) -> bool:
         """Give a waiting sequence its block tables, which begin with what `find` has just found.
@@ -111,6 +97,10 @@ class KVCache:
             pool.touch([hit for hit in table if isinstance(hit, int) and hit != NULL_BLOCK])
         swapped_out = bool(sequence.host_tables)
         sequence.num_computed_tokens = found.num_tokens
+        sequence.state_slot, sequence.state_borders = found.state_slot, found.state_borders
+        if found.state_slot:
+            assert self.states is not None
+            self.states.touch(sequence.block_hashes[found.num_tokens // size - 1])
         # Sequences swapped in together keep sharing full blocks. A partial block has one owner, which writes its next
         # token to it.
         num_shared = found.num_tokens // size if swapped_out else 0
@@ -219,6 +209,14 @@ class KVCache:
         for table in sequence.block_tables:
             self.pool.free(table)
 
+    def keep_state(self, plan: StepPlan, sequence: Sequence) -> None:
+        """Keep the state after the tokens that a sequence will have computed with this plan, at one of its borders."""
+        if self.states is None or sequence.has_mixed_kv:
+            return
+        key = sequence.block_hashes[sequence.num_computed_tokens // self.block_size - 1]
+        if slot := self.states.save(key):
+            plan.state_saves.append((sequence.slot, slot))
+
     def register(self, sequence: Sequence, num_tokens: int) -> None:
         """Add the full blocks of the first `num_tokens` tokens, computed or planned, to the prefix cache."""
         pool, count = self.pool, num_tokens // self.block_size
@@ -304,6 +302,8 @@ class KVCache:
         """Start a new plan: later moves run after all moves of the last plan."""
         if self.tier is not None:
             self.tier.begin_plan()
+        if self.states is not None:
+            self.states.begin_plan()
 
     def take_transfers(self) -> BlockTransfers | None:
         """The transfers between device, host and disk for this plan. Call it last, when all evictions are known."""
@@ -333,26 +333,15 @@ class KVCache:
             self.release(sequence)
         if self.tier is not None:
             self.tier.invalidate()
+        if self.states is not None:
+            self.states.forget_all()
 
-    def _find_swapped(self, sequence: Sequence) -> FoundKV:
-        tables: list[list[int | HostBlock]] = [
-            [HostBlock(host_id) if host_id else NULL_BLOCK for host_id in table]
-            for table in sequence.host_tables
-        ]
-        num_full = sequence.num_computed_tokens // self.block_size
-        for index, block_hash in enumerate(sequence.block_hashes[:num_full]):
-            found = (
-                self.pool.lookup(group_key(block_hash, group))
-                if isinstance(table[index], HostBlock)
-                else NULL_BLOCK
-                for group, table in enumerate(tables)
-            )
-            on_device = [block_id for block_id in found if block_id is not None]
-            if len(on_device) < len(tables):
-                break
-            for table, block_id in zip(tables, on_device, strict=True):
-                table[index] = block_id
-        return FoundKV(sequence.num_computed_tokens, tables)
+    def _lookup(self, key: bytes) -> int | HostBlock:
+        """The block with this key in the prefix cache, on the device if possible; NULL_BLOCK: there is none."""
+        if (block_id := self.pool.lookup(key)) is not None:
+            return block_id
+        host_id = None if self.tier is None else self.tier.find(key)
+        return NULL_BLOCK if host_id is None else HostBlock(host_id)
 
     def _swap_in(self, block: HostBlock, *, share: bool) -> int:
         assert self.tier is not None

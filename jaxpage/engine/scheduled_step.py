@@ -99,6 +99,8 @@ class ScheduledStep:
         self._append(sequence, start, count, samples)
         if samples:
             sequence.num_in_flight += 1
+        if end in sequence.state_borders:
+            kv.keep_state(self.plan, sequence)
         return is_first
 
     def _add_extras(
@@ -165,6 +167,9 @@ class ScheduledStep:
 
     def reach(self, sequence: Sequence, start: int, count: int) -> int:
         """How many of `count` tokens from `start` it may compute now; if none, it waits for a picture."""
+        # A row ends where the sequence's recurrent state will be kept.
+        ends = (border - start for border in sequence.state_borders if border > start)
+        count = min(next(ends, count), count)
         count = self.pictures.reach(self.plan, sequence, start, count)
         if not count:
             sequence.waiting_for = WaitingFor.PICTURE
@@ -273,4 +278,5 @@ class ScheduledStep:
             max_len=sequence.max_len,
             fields=request.slot_fields,
             adapter_slot=self.adapters.slot_of(request),
+            state_slot=sequence.state_slot,
         )

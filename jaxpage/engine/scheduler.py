@@ -224,7 +224,7 @@ class Scheduler:
                 continue  # a sequence at `max_len` ends when its step is collected
             start = sequence.num_computed_tokens
             count = known - start if known - start < budget else budget
-            if not sequence.request.is_plain:
+            if sequence.state_borders or not sequence.request.is_plain:
                 # Before it grows: tables change only as far as a row computes.
                 count = step.reach(sequence, start, count)
                 if not count:

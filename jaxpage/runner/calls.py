@@ -14,9 +14,16 @@ import numpy as np
 ADMIT = "admit"
 SET_MASKS = "set masks"
 SET_TOKENS = "set tokens"
+COPY_STATES = "copy states"  # recurrent states between slots; only with states in the prefix cache
 LOAD_ADAPTER = "load adapter"  # into an adapter slot of the model; only with adapters
 SCORE = "score"  # a piece of the hidden states of the last `forward`, by its number
 VOCABULARY = "vocabulary"
+STATE_CHANGES = (
+    ADMIT,
+    SET_MASKS,
+    SET_TOKENS,
+    COPY_STATES,
+)  # they take and return the request state alone
 READ, WRITE = "read blocks", "write blocks"  # of the pool; only with host memory
 
 # Calls without a compiled program of the same name.
@@ -28,6 +35,7 @@ RESET = "reset"  # reallocate pool and request state
 # Most entries of a call; shorter buffers are padded.
 MASKS_PER_CALL = 8
 TOKENS_PER_CALL = 64
+STATES_PER_CALL = 8
 VOCABULARY_ROWS = 8
 BLOCKS_PER_CALL = 16  # between device and host; padding moves the null block
 

@@ -7,10 +7,12 @@ from typing import Any
 from jaxpage.runner.buckets import Bucket, draft_name, sample_name, verify_name
 from jaxpage.runner.calls import (
     ADMIT,
+    COPY_STATES,
     MASKS_PER_CALL,
     SCORE,
     SET_MASKS,
     SET_TOKENS,
+    STATES_PER_CALL,
     TOKENS_PER_CALL,
     VOCABULARY,
     VOCABULARY_ROWS,
@@ -38,6 +40,7 @@ def layouts_of(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]
         SET_TOKENS: tokens_layout(),
         SCORE: score_layout(spec.num_scored),
         VOCABULARY: vocabulary_layout(),
+        **({COPY_STATES: states_layout()} if spec.num_cached_states else {}),
         **{b.name: step_layout(b, pictures=spec.pictures, **sizes) for b in buckets},
         **{sample_name(rows): rows_layout(rows) for rows in row_sizes},
         **{verify_name(n): rows_layout(n, has_drafts=True) for n in row_sizes},
@@ -115,6 +118,12 @@ def tokens_layout() -> Layout:
     """Tokens that the host appended to running sequences; padding goes to the null slot's first token."""
     size = (TOKENS_PER_CALL,)
     return Layout((Field("slots", size), Field("positions", size), Field("token_ids", size)))
+
+
+def states_layout() -> Layout:
+    """Recurrent states to copy, one after the other."""
+    size = (STATES_PER_CALL,)
+    return Layout((Field("num"), Field("sources", size), Field("destinations", size)))
 
 
 def score_layout(num_scored: int) -> Layout:

@@ -24,6 +24,7 @@ from jaxpage.runner.buckets import Bucket, draft_name, sample_name, verify_name
 from jaxpage.runner.calls import (
     ADMIT,
     BLOCKS_PER_CALL,
+    COPY_STATES,
     LOAD_ADAPTER,
     READ,
     SCORE,
@@ -44,7 +45,7 @@ from jaxpage.runner.kept_rows import words_of
 from jaxpage.runner.layout import Layout
 from jaxpage.runner.layouts import layouts_of, sample_sizes
 from jaxpage.runner.programs import Lowering
-from jaxpage.runner.recurrence import recurrent_axes
+from jaxpage.runner.recurrence import make_copy_states, recurrent_axes
 from jaxpage.runner.slots import (
     abstract_request_state,
     allocate_request_state,
@@ -59,7 +60,12 @@ from jaxpage.runner.structs import one_slot, parameter, platform_of, struct, str
 from jaxpage.sampling.fields import RequestState
 
 # Programs that change the request state alone.
-_STATE_CHANGES = {ADMIT: make_admit, SET_MASKS: make_set_masks, SET_TOKENS: make_set_tokens}
+_STATE_CHANGES = {
+    ADMIT: make_admit,
+    SET_MASKS: make_set_masks,
+    SET_TOKENS: make_set_tokens,
+    COPY_STATES: make_copy_states,
+}
 
 # XLA options by platform, of programs that loop over tokens. TPU: weights are stored in tiles of (8, 128). From TPU7x
 # on, XLA would carry 16-bit arrays through a loop in tiles of (16, 128), so that each launch of decode steps would
@@ -134,6 +140,7 @@ class Lowerings:
         self.programs: dict[str, Lowering] = {
             name: partial(self._lower_change, make(self.layouts[name]), self.layouts[name])
             for name, make in _STATE_CHANGES.items()
+            if name in self.layouts
         }
         for bucket in buckets:
             self.programs[bucket.name] = partial(self._lower_step, bucket)

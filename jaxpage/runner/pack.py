@@ -1,9 +1,10 @@
 """Turns a plan into the calls that execute it. Pure functions of NumPy arrays, without a device.
 
 The calls of a plan, in order: block contents move between device, host and disk; adapters are loaded into their slots;
-sequences are admitted; forced tokens are stored; masks are set; pictures are encoded; then the step runs, either
-`decode`, or `forward` and, with the scoring of prompts in between, `sample` or `verify`. Rows that an earlier step
-computed take part in the latter only. `draft` comes before `forward`, whose tokens it makes.
+sequences are admitted, some with a recurrent state of the prefix cache; forced tokens are stored; masks are set;
+pictures are encoded; then the step runs, either `decode`, or `forward` and, with the scoring of prompts in between,
+`sample` or `verify`. Rows that an earlier step computed take part in the latter only. `draft` comes before `forward`,
+whose tokens it makes. Last, the prefix cache gets copies of recurrent states.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from jaxpage.runner.calls import (
     ADMIT,
     BLOCKS_PER_CALL,
     CAPTURE,
+    COPY_STATES,
     LOAD,
     LOAD_ADAPTER,
     MASKS_PER_CALL,
     SCORE,
     SET_MASKS,
     SET_TOKENS,
+    STATES_PER_CALL,
     STORE_DEVICE,
     STORE_HOST,
     SWAP_IN,
@@ -55,6 +58,8 @@ def pack(
     for slot, arrays in plan.adapter_loads:
         calls.append(Call(LOAD_ADAPTER, (np.array(slot, np.int32), *arrays)))
     calls += [Call(ADMIT, (pack_admission(a, layouts[ADMIT]),)) for a in plan.admissions]
+    found = [(a.state_slot, a.slot) for a in plan.admissions if a.state_slot]
+    calls += _state_copies(found, layouts)
     calls += [*_host_tokens(plan, layouts), *_masks(plan, layouts)]
     for picture, rows in plan.encodes:
         assert pictures is not None, "a picture for a model that takes none"
@@ -72,7 +77,7 @@ def pack(
     if programs.sample is not None:
         packed = _pack_rows(plan, layouts[programs.sample], plan.num_rows)
         calls.append(Call(programs.sample, (packed,)))
-    return calls
+    return calls + _state_copies(plan.state_saves, layouts)
 
 
 def _pack_rows(plan: StepPlan, layout: Layout, num_rows: int) -> np.ndarray:
@@ -207,6 +212,18 @@ def _masks(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
         views["slots"][: len(slots)] = slots
         views["masks"][: len(slots)] = words
         calls.append(Call(SET_MASKS, (buffer,)))
+    return calls
+
+
+def _state_copies(pairs: list[tuple[int, int]], layouts: dict[str, Layout]) -> list[Call]:
+    """Calls that copy recurrent states: pairs of (source, destination)."""
+    calls = []
+    for sources, destinations in portions(pairs, STATES_PER_CALL):
+        buffer = layouts[COPY_STATES].new_buffer()
+        views, num = layouts[COPY_STATES].views(buffer), len(sources)
+        views["num"][()] = num
+        views["sources"][:num], views["destinations"][:num] = sources, destinations
+        calls.append(Call(COPY_STATES, (buffer,)))
     return calls
 
 

@@ -1,8 +1,8 @@
 """The recurrent state of running sequences: in the slots of their requests, one array for each layer and kind.
 
 A row's tokens begin where the step before ended, so each step reads the state of its rows and leaves the next one. A
-sequence starts, and starts again after preemption, with zeros. A sibling row has no tokens: it gets a copy of the state
-after the row before it.
+sequence starts, and starts again after preemption, with zeros, or with a copy of a state in the prefix cache, which has
+slots behind those of requests. A sibling row has no tokens: it gets a copy of the state after the row before it.
 
 Letters: Q request slots, R rows, T packed tokens, C channels of a convolution, N, J, D, F, W as in
 `models.config.GatedDelta`.
@@ -28,10 +28,12 @@ from jaxpage.parallel.sharding import TENSOR
 from jaxpage.plan import NULL_SLOT
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.kept_rows import put_rows, words_of
+from jaxpage.runner.layout import Layout
 from jaxpage.sampling.fields import RequestState
 from pallas_kernels.delta_rule.reference import Tokens
 
-_INPUTS, _STATE = "convolution_{}", "delta_state_{}"  # names of a layer's fields
+_PREFIXES = ("convolution_", "delta_state_")
+_INPUTS, _STATE = (prefix + "{}" for prefix in _PREFIXES)  # names of a layer's fields
 
 
 def recurrent_fields(sizes: GatedDelta, num_slots: int, dtype: DTypeLike) -> RequestState:
@@ -49,6 +51,27 @@ def recurrent_axes(sizes: GatedDelta | None, num_devices: int) -> dict[str, tupl
     if sizes is None or sizes.num_key_heads % num_devices:
         return {}
     return {name.format(i): ("rows", "heads") for name in (_INPUTS, _STATE) for i in sizes.layers}
+
+
+def make_copy_states(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:
+    """`copy_states(request_state, packed) -> request_state`: copies the states of some slots to others, in order."""
+
+    def copy_states(state: RequestState, packed: jax.Array) -> RequestState:
+        pairs = layout.unpack(packed)
+
+        def copy(number: jax.Array, fields: RequestState) -> RequestState:
+            source, destination = pairs["sources"][number], pairs["destinations"][number]
+            return {
+                name: lax.dynamic_update_index_in_dim(
+                    x, lax.dynamic_index_in_dim(x, source, keepdims=False), destination, 0
+                )
+                for name, x in fields.items()
+            }
+
+        states = {name: x for name, x in state.items() if name.startswith(_PREFIXES)}
+        return state | lax.fori_loop(0, pairs["num"], copy, states)
+
+    return copy_states
 
 
 def _rows_of(batch: StepBatch) -> StateRows:

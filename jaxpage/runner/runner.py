@@ -80,6 +80,7 @@ class Runner:
         moving = [calls.READ, calls.WRITE] if self.host_memory is not None else []
         small = [calls.ADMIT, calls.SET_MASKS, calls.SET_TOKENS]
         small += [calls.LOAD_ADAPTER] if self._spec.num_adapters else []
+        small += [calls.COPY_STATES] if self._spec.num_cached_states else []
         # The second token of a prompt may already have drafts.
         features = self._lowerings.of_features
         then = [*features.drafters, *features.verifiers, *then, *features.encoders]
@@ -236,7 +237,7 @@ class Runner:
             _METHODS[name](self, *buffers)
             return None
         program = self.programs[name]
-        if name in (calls.ADMIT, calls.SET_MASKS, calls.SET_TOKENS):
+        if name in calls.STATE_CHANGES:
             self._state = program(self._state, *buffers)
             return None
         leaves, bucket = self._leaves(), self._buckets.get(name)

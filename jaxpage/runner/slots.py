@@ -106,7 +106,8 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
     if spec.expert_load is not None:
         state[EXPERT_LOAD] = jnp.zeros(spec.expert_load, jnp.int32)
     if spec.gated_delta is not None:
-        state |= recurrent_fields(spec.gated_delta, spec.num_slots, spec.dtype)
+        num_states = spec.cached_state_slots.stop
+        state |= recurrent_fields(spec.gated_delta, num_states, spec.dtype)
     return state
 
 

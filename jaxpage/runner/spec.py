@@ -55,11 +55,17 @@ class StepSpec:
     processors: Processors = ()  # the user's logits processors
     pictures: PictureSpec | None = None  # for models that take pictures
     gated_delta: GatedDelta | None = None  # for models with layers that have a recurrent state
+    num_cached_states: int = 0  # recurrent states in the prefix cache
     num_adapters: int = 0  # adapter slots of the model
     # (layers with experts, experts per layer), if tokens are counted by expert
     expert_load: tuple[int, int] | None = None
     research: ResearchSpec | None = None  # what requests may capture and change inside the model
     strict: bool = False  # results do not depend on the batch, bit for bit; see `runner.strict`
+
+    @property
+    def cached_state_slots(self) -> range:
+        """Slots of recurrent states in the prefix cache."""
+        return range(self.num_slots, self.num_slots + self.num_cached_states)
 
     @property
     def prompt_logprobs_mode(self) -> str:

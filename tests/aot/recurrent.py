@@ -67,8 +67,9 @@ TARGETS = tuple(place.name for place in PLACES)
 
 
 def programs(target: str) -> Iterator[Program]:
-    """The largest decode step, and the largest of prompts."""
+    """The largest decode step, the largest of prompts, and what copies states to and from the prefix cache."""
     from jaxpage.aot.worker import make_job
+    from jaxpage.runner.calls import COPY_STATES
 
     place = PLACES[TARGETS.index(target)]
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +78,7 @@ def programs(target: str) -> Iterator[Program]:
         options = {"model": str(path), "max_model_len": 32768}
         job = make_job(options, parse_target(place.target), place.num_devices)
         decode = [bucket.name for bucket in job.spec.buckets if bucket.decode][-1]
-        for name in (decode, job.spec.buckets[-1].name):
+        for name in (decode, job.spec.buckets[-1].name, COPY_STATES):
             yield Program(
                 name=name,
                 lower=partial(lower, job, name),
@@ -91,7 +92,7 @@ def _look(
 ) -> dict[str, Any]:
     """Also what is made as large as the states of a layer, and the kernels that change these."""
     contents = parse(compiled.as_text() or "")
-    sizes, num_slots = job.spec.model.config.gated_delta, job.spec.step_spec.num_slots
+    sizes, num_slots = job.spec.model.config.gated_delta, job.spec.step_spec.cached_state_slots.stop
     assert sizes is not None
     heads = (sizes.num_key_heads // place.num_devices, sizes.values_per_key)
     states = (num_slots, *heads, sizes.key_dim, sizes.value_dim)

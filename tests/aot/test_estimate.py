@@ -230,7 +230,12 @@ def test_a_window_limits_the_keys_that_are_read():
     assert decode_step(both, 2, 1000).kv == pytest.approx(26 * 10**6 / 1e9)
 
 
-OF_STATES = {"sequence_bytes": 50 * 10**6, "flops_per_token": 10**9, "flops_in_prompts": 2 * 10**9}
+OF_STATES = {
+    "sequence_bytes": 50 * 10**6,
+    "num_cached": 10,
+    "flops_per_token": 10**9,
+    "flops_in_prompts": 2 * 10**9,
+}
 
 
 def test_a_step_reads_and_writes_the_states_of_its_rows():
@@ -240,14 +245,17 @@ def test_a_step_reads_and_writes_the_states_of_its_rows():
     assert step.state == pytest.approx(4 * 0.1)
     assert step.total == pytest.approx(decode_step(plain, 4, 1000).total + 0.4)
     assert step.products == pytest.approx(4 / 3 * decode_step(plain, 4, 1000).products)
-    line = "50.0 MB of recurrent state a sequence, 2.98 GiB of the request state for 64"
+    line = "50.0 MB of recurrent state a sequence, 2.98 GiB of the request state for 64 and 0.47 for 10 in the prefix"
     assert line in show(found, estimate(found)) and "recurrent" not in show(plain, estimate(plain))
 
 
 def test_fewer_states_may_leave_room_for_keys_and_values():
-    """Of 64 states 32 free 1.6 GB, where 0.7 GB are missing."""
+    """Of 64 states 32 free 1.6 GB, and 10 of the prefix cache 0.5, where 0.7 GB are missing."""
     found = measured(weight_bytes=7.5 * GB, recurrence=OF_STATES)
     assert "--max-num-seqs 32" in estimate(found).changes
+    assert "--no-enable-prefix-caching" not in estimate(found).changes
+    more = found | {"recurrence": OF_STATES | {"num_cached": 20}}
+    assert "--no-enable-prefix-caching" in estimate(more).changes
     for other in (
         measured(weight_bytes=7.5 * GB),
         found | {"recurrence": OF_STATES | {"sequence_bytes": 10}},

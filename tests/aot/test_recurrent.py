@@ -6,7 +6,7 @@ import pytest
 
 from tests.aot.compiling import missing, seen
 from tests.aot.recurrent import ATTENTION_LAYERS, LAYERS, PLACES, Place
-from tests.aot.test_steps import check_places
+from tests.aot.test_steps import MIB, check_places
 
 pytestmark = pytest.mark.aot
 
@@ -20,10 +20,10 @@ def place(request) -> Place:
 
 @pytest.fixture
 def found(place) -> list[dict]:
-    """`decode`, `forward`"""
-    decode, forward = seen("recurrent", place.name).programs
-    assert decode["bucket"]["decode"] and not forward["bucket"]["decode"]
-    return [decode, forward]
+    """`decode`, `forward`, `copy states`"""
+    decode, forward, copy = seen("recurrent", place.name).programs
+    assert decode["bucket"]["decode"] and not forward["bucket"]["decode"] and not copy["bucket"]
+    return [decode, forward, copy]
 
 
 def test_pool_and_states_stay_where_they_are(found):
@@ -33,12 +33,18 @@ def test_pool_and_states_stay_where_they_are(found):
         assert each["state_copies"] == [], each["name"]
 
 
+def test_one_state_at_a_time_is_copied(found):
+    """In each of six layers 2.1 MB, and inputs of the convolution."""
+    *_, copy = found
+    assert copy["temp_bytes"] <= 13 * MIB
+
+
 def test_kernels_serve_on_tpus(place, found):
     """In steps with prompts two launches of attention, see `paged_attention.tpu`, and two of the delta rule: by
     windows, and for rows of one token.
     """
-    decode, forward = (len(each["attention_calls"]) for each in found)
-    of_states = [each["delta_calls"] for each in found]
+    decode, forward = (len(each["attention_calls"]) for each in found[:2])
+    of_states = [each["delta_calls"] for each in found[:2]]
     if place.target == "h200":
         assert decode > 0 and forward > 0 and of_states == [0, 0]
     else:

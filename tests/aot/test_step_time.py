@@ -254,7 +254,12 @@ def test_layers_with_other_heads_have_kernels_of_their_own():
 
 
 def test_prompts_of_a_model_with_a_recurrent_state_take_its_chunks_too():
-    recurrence = {"sequence_bytes": 10**6, "flops_per_token": 10**8, "flops_in_prompts": 2 * 10**8}
+    recurrence = {
+        "sequence_bytes": 10**6,
+        "num_cached": 10,
+        "flops_per_token": 10**8,
+        "flops_in_prompts": 2 * 10**8,
+    }
     values = of_tpu() | {"flops_per_token": 10**10}
     *_, plain = step_times(values, estimate(values))
     values |= {"recurrence": recurrence}
@@ -263,7 +268,12 @@ def test_prompts_of_a_model_with_a_recurrent_state_take_its_chunks_too():
 
 
 def test_the_kernels_of_the_delta_rule_take_their_bytes_or_flops():
-    recurrence = {"sequence_bytes": 10**6, "flops_per_token": 10, "flops_in_prompts": 10**9}
+    recurrence = {
+        "sequence_bytes": 10**6,
+        "num_cached": 10,
+        "flops_per_token": 10,
+        "flops_in_prompts": 10**9,
+    }
     values = of_tpu() | {"recurrence": recurrence}
     (attention,) = values["programs"][0]["time"]["kernels"]
     of_rows = attention | {"name": "delta_rule", "count": 24}

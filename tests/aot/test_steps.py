@@ -104,7 +104,7 @@ def check_places(found: list[dict]) -> None:
     """Donated arrays become results, and nothing as large as an array of the pool is made besides."""
     for each in found:
         stays = {"admit": (0, 1), "set": (0, 1), "sample": (0, 1), "read": (0, 0), "write": (1, 0)}
-        stays |= {"score": (0, 0), "vocabulary": (0, 0), "verify": (0, 1)}
+        stays |= {"score": (0, 0), "vocabulary": (0, 0), "verify": (0, 1), "copy": (0, 1)}
         has_pool, has_state = stays.get(each["name"].split()[0], (1, 1))
         alias_bytes = has_pool * each["pool_bytes"] + has_state * each["state_bytes"]
         # The compiler's tiles are padded: rows of the state to 128 numbers, but nothing of the pool.

@@ -215,10 +215,12 @@ def test_most_layers_of_qwen3_5_have_a_state_in_place_of_keys(num_devices, tmp_p
     products = 4 * 16 * 64 * 128 + 32 * (4 * 64 * 64 * 6 + 2 * 64 * 384 + 6 * 128 * 128)
     assert found["recurrence"] == {
         "sequence_bytes": state // num_devices,
+        "num_cached": spec.step_spec.num_cached_states,
         "flops_per_token": 6 * 7 * 32 * 128 * 128 // num_devices,
         "flops_in_prompts": 6 * products // num_devices,
     }
-    assert spec.lowerings().state_bytes > spec.config.max_num_seqs * state // num_devices
+    num_states = spec.config.max_num_seqs + spec.step_spec.num_cached_states
+    assert spec.lowerings().state_bytes > num_states * state // num_devices
     assert numbers_of_model(spec_of(MODELS["Qwen2.5-0.5B"], tmp_path))["recurrence"] is None
 
 

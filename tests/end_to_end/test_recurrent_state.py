@@ -125,12 +125,20 @@ def test_slots_of_aborted_requests_are_as_new(path, expected):
     checkpoints.assert_same_answers(got, expected[::-1], atol=1e-4)
 
 
-def test_nothing_is_found_in_a_prefix_cache(path):
-    llm = make_llm(path, enable_prefix_caching=True)
-    for _ in range(2):
-        (found,) = llm.generate([PROMPTS[0]], PARAMS, use_tqdm=False)
-        assert found.num_cached_tokens == 0
-    assert (llm.stats().prefix_cache_queries, llm.stats().prefix_cache_hits) == (0, 0)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_prompts_begin_with_states_in_the_prefix_cache(devices, path):
+    sizes = {"max_model_len": 512, "block_size": 16, "tensor_parallel_size": devices}
+    start, end, other = prompts_of((260, 230, 20))
+    # The first leaves a state after 480 tokens, the third one where they differ.
+    prompts = [start + end, start + end, start + other, start + end[::-1], start + other[::-1]]
+    cached = [0, 480, 0, 256, 256]
+    without = make_llm(path, enable_prefix_caching=False, **sizes)
+    expected = answers(without, prompts)
+    llm = make_llm(path, **sizes)
+    for prompt, wanted, number in zip(prompts, expected, cached, strict=True):
+        hits = llm.stats().prefix_cache_hits
+        checkpoints.assert_same_answers(answers(llm, [prompt]), [wanted], atol=1e-4)
+        assert llm.stats().prefix_cache_hits - hits == number
 
 
 @pytest.mark.parametrize(

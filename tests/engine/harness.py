@@ -11,6 +11,7 @@ from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.picture_cache import PictureCache
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
+from jaxpage.engine.state_cache import StateCache
 from jaxpage.output_processor import OutputProcessor
 from jaxpage.outputs import RequestOutput
 from jaxpage.plan import NULL_BLOCK
@@ -105,10 +106,18 @@ def make_engine(
     whole_pictures: bool = False,
     num_drafts: int = 0,
     has_draft_model: bool = False,
+    num_cached_states: int | None = None,
+    least_tokens: int = 1,
     kind: type[Engine] = TextEngine,
     **options,
 ) -> Any:
-    """An engine of a `kind`. `options` are the scheduler's; sizes are generous unless told."""
+    """An engine of a `kind`. `options` are the scheduler's; sizes are generous unless told. `num_cached_states`,
+    `least_tokens`: of a model with a recurrent state.
+    """
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 64}
+    options = limits | options
+    num_states = 1 + options["max_num_seqs"]
+    cached_states = range(num_states, num_states + (num_cached_states or 0))
     kv = KVCache(
         num_blocks,
         block_size,
@@ -117,9 +126,10 @@ def make_engine(
         num_host_blocks=num_host_blocks,
         preemption_mode=preemption_mode,
         store=store,
+        states=StateCache(cached_states, block_size, least_tokens=least_tokens)
+        if num_cached_states
+        else None,
     )
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 64}
-    options = limits | options
     budget = options["max_num_batched_tokens"]
     pictures = PictureCache(picture_rows + 1, budget=budget, whole=whole_pictures)
     scheduler = Scheduler(kv, pictures=pictures, **options)
@@ -136,6 +146,7 @@ def make_engine(
         windows=windows,
         sends_plans=sends_plans,
         whole_pictures=whole_pictures,
+        num_states=0 if num_cached_states is None else cached_states.stop,
     )
     return kind(scheduler, runner, overlap=overlap)
 
@@ -188,9 +199,18 @@ def assert_consistent(engine: Engine) -> None:
     assert not any(s.num_computed_tokens for s in scheduler.waiting if not s.host_tables)
     assert_tier_consistent(scheduler, swapped)
     assert_pictures_consistent(scheduler)
+    assert_states_consistent(scheduler)
     for queue in (scheduler.running, scheduler.waiting):
         assert not any(s.finished for s in queue)
         assert queue == sorted(queue, key=scheduler._order)
+
+
+def assert_states_consistent(scheduler: Scheduler) -> None:
+    """Each slot of the cached states is free or one state's."""
+    states = scheduler.kv.states
+    if states is not None:
+        taken = [*states._slots.values(), *states._new.values()]
+        assert sorted(taken + states._free) == list(states.slots)
 
 
 def assert_pictures_consistent(scheduler: Scheduler) -> None:

@@ -79,8 +79,11 @@ WINDOWS = [(None,), (None,), (1,), (5,), (4, None), (7, 7, None), (3, 9), (16, N
 
 
 @st.composite
-def engines(draw):
-    num_drafts = draw(st.sampled_from([0, 0, 1, 4]))
+def engines(draw, *, may_be_recurrent: bool = True):
+    states = [None, None, 0, 1, 3, 20] if may_be_recurrent else [None]
+    num_cached_states = draw(st.sampled_from(states))
+    is_recurrent = num_cached_states is not None
+    num_drafts = 0 if is_recurrent else draw(st.sampled_from([0, 0, 1, 4]))
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
     windows = draw(st.sampled_from(WINDOWS))
     max_tokens = draw(st.sampled_from([1, 2, 7, 64, 1000]))
@@ -92,14 +95,16 @@ def engines(draw):
         "max_num_seqs": draw(st.integers(1, 6)),
         "samples_late": draw(st.booleans()),
         "max_num_batched_tokens": max_tokens,
-        "enable_prefix_caching": draw(st.booleans()),
+        "enable_prefix_caching": draw(st.booleans()) if not is_recurrent else num_cached_states > 0,
+        "num_cached_states": num_cached_states,
+        "least_tokens": draw(st.integers(1, 20)),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "num_drafts": num_drafts,
         "has_draft_model": num_drafts > 0 and draw(st.booleans()),
         "decode_steps": 1 if num_drafts else draw(st.sampled_from([1, 1, 2, 5, 8])),
         "padding": draw(st.sampled_from([NO_PADDING, Padding((1, 2, 4, 8, 16, 32, 64), 1)])),
         "overlap": draw(st.just(False) if num_drafts else st.booleans()),
-        "num_host_blocks": draw(st.sampled_from([0, 1, 3, 10, 100])),
+        "num_host_blocks": 0 if is_recurrent else draw(st.sampled_from([0, 1, 3, 10, 100])),
         "preemption_mode": draw(st.sampled_from([None, "swap", "recompute"])),
         "store": draw(st.one_of(st.none(), st.builds(FakeStore))),
         "max_model_len": MAX_MODEL_LEN,

@@ -282,7 +282,7 @@ spare_blocks = st.sampled_from([0, 0, 0, 1, 5, 100])
 
 @settings(max_examples=30, deadline=None)
 @given(
-    engines(),
+    engines(may_be_recurrent=False),
     st.lists(beam_requests(), min_size=1, max_size=3),
     st.lists(requests(), max_size=4),
     spare_blocks,
@@ -297,7 +297,7 @@ def test_beams_do_not_depend_on_the_engine_or_on_the_company(
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
-    engines(),
+    engines(may_be_recurrent=False),
     st.lists(beam_requests(), min_size=2, max_size=5),
     st.lists(requests(), max_size=6),
     spare_blocks,
@@ -312,5 +312,11 @@ def test_beams_do_not_depend_on_the_engine_or_on_the_company_in_depth(
 @pytest.mark.deep
 def test_beams_do_not_depend_on_the_engine_or_on_the_company_in_4_000_examples():
     beams = st.lists(beam_requests(), min_size=2, max_size=5)
-    workloads = given(engines(), beams, st.lists(requests(), max_size=6), spare_blocks, events)
+    workloads = given(
+        engines(may_be_recurrent=False),
+        beams,
+        st.lists(requests(), max_size=6),
+        spare_blocks,
+        events,
+    )
     settings(max_examples=4000, deadline=None)(workloads(check_beams_in_company))()
