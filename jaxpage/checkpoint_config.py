@@ -148,7 +148,7 @@ def eos_token_ids(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_float_of)
     except FileNotFoundError:
         raise ValueError(
             f"{path} does not exist; is the folder a checkpoint? Where weights are alone, hf_config_path is the "
@@ -158,6 +158,14 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {e}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object, it holds a {type(values).__name__}")
+    return values
+
+
+def _float_of(values: dict[str, Any]) -> Any:
+    """transformers writes what JSON does not know, as {"__float__": "Infinity"}."""
+    tag = values.get("__float__")
+    if len(values) == 1 and tag in ("Infinity", "-Infinity", "NaN"):
+        return float(tag)
     return values
 
 

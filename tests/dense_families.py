@@ -66,6 +66,26 @@ def qwen3_5(
     }
 
 
+def granite_hybrid(
+    kinds: list[str], *, heads: tuple[int, int], dims: tuple[int, int], **other: Any
+) -> dict:
+    """Granite 4's. heads: groups and heads in each; dims: of the state and a head."""
+    num_heads = heads[0] * heads[1]
+    return {
+        "layer_types": kinds,
+        "num_hidden_layers": len(kinds),
+        "num_local_experts": 0,
+        "shared_intermediate_size": 72,
+        "mamba_n_groups": heads[0],
+        "mamba_n_heads": num_heads,
+        "mamba_d_state": dims[0],
+        "mamba_d_head": dims[1],
+        "mamba_expand": 2,
+        "rope_parameters": DEFAULT,
+        **other,
+    }
+
+
 def growing(rope: dict[str, Any], growth: float, length: int, **more: Any) -> dict[str, Any]:
     """`rope` of a Ministral 3 of 512 tokens, whose queries grow after each `length` of them."""
     own = {"llama_4_scaling_beta": growth, "original_max_position_embeddings": length}
@@ -401,6 +421,38 @@ VARIANTS["qwen3_5"] = [
         ),
     ),
 ]
+VARIANTS["granite_hybrid"] = [
+    shape(
+        4,
+        2,
+        hidden=48,
+        **multipliers(6.0, 0.2, 0.4, 0.5),
+        **granite_hybrid([RECURRENT, FULL, RECURRENT], heads=(2, 3), dims=(24, 16)),
+    ),
+    shape(
+        8,
+        1,
+        hidden=64,
+        **multipliers(2.0, 0.125, 0.22, 1.5),
+        **granite_hybrid(
+            [FULL, RECURRENT, RECURRENT, FULL],
+            heads=(1, 8),
+            dims=(16, 16),
+            mamba_d_conv=3,
+            mamba_proj_bias=True,
+            mamba_conv_bias=False,
+            tie_word_embeddings=True,
+            position_embedding_type="rope",
+            time_step_limit=[0.2, 1.0],
+        ),
+    ),
+    shape(
+        4,
+        4,
+        **multipliers(1.0, 0.3, 1.2, 1.0),
+        **granite_hybrid([FULL] * 3, heads=(1, 2), dims=(8, 32), position_embedding_type="rope"),
+    ),
+]
 CLASSES = {
     "ministral": "MinistralConfig",
     "ministral3": "Ministral3Config",
@@ -420,6 +472,7 @@ CLASSES = {
     "ernie4_5": "Ernie4_5Config",
     "gemma4": "Gemma4TextConfig",
     "qwen3_5": "Qwen3_5TextConfig",
+    "granite_hybrid": "GraniteMoeHybridConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
 

@@ -11,7 +11,14 @@ from typing import Any
 
 from tests import checkpoints
 from tests.checkpoints import shape
-from tests.dense_families import LINEAR, RECURRENT, gemma4, multipliers, qwen3_5
+from tests.dense_families import (
+    LINEAR,
+    RECURRENT,
+    gemma4,
+    granite_hybrid,
+    multipliers,
+    qwen3_5,
+)
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -384,6 +391,32 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         ),
     ],
 }
+VARIANTS["granite_hybrid_moe"] = [
+    shape(
+        4,
+        2,
+        hidden=48,
+        **multipliers(6.0, 0.2, 0.4, 0.5),
+        **granite_hybrid([RECURRENT, FULL, RECURRENT], heads=(2, 3), dims=(24, 16))
+        | {"num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    shape(
+        4,
+        4,
+        hidden=64,
+        **multipliers(2.0, 0.125, 0.22, 1.5),
+        **granite_hybrid(
+            [FULL, RECURRENT],
+            heads=(1, 4),
+            dims=(16, 32),
+            num_experts_per_tok=4,
+            mamba_proj_bias=True,
+            tie_word_embeddings=True,
+            position_embedding_type="rope",
+        )
+        | {"num_local_experts": 4},
+    ),
+]
 CLASSES = {
     "mixtral": "MixtralConfig",
     "qwen2_moe": "Qwen2MoeConfig",
@@ -397,6 +430,7 @@ CLASSES = {
     "gpt_oss": "GptOssConfig",
     "gemma4_moe": "Gemma4TextConfig",
     "qwen3_5_moe": "Qwen3_5MoeTextConfig",
+    "granite_hybrid_moe": "GraniteMoeHybridConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
 

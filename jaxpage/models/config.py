@@ -121,6 +121,15 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MambaOptions:
+    """What only Mamba-2 has, see `mamba2`."""
+
+    projection_bias: bool
+    convolution_bias: bool
+    time_steps: tuple[float, float]  # the least and the most
+
+
+@dataclass(frozen=True, kw_only=True)
 class EagleOptions:
     """What only EAGLE heads have, see `models.eagle3` and `models.eagle`."""
 
@@ -186,6 +195,7 @@ class ModelConfig:
     num_kv_shared_layers: int = 0
     gemma4: Gemma4Options | None = None
     gated_delta: GatedDelta | None = None
+    mamba: MambaOptions | None = None  # of these layers, if they are Mamba-2
     eagle: EagleOptions | None = None
 
     @property

@@ -34,7 +34,7 @@ _LAYERS = (
     *("gate_proj", "up_proj", "down_proj"),
     *("c_fc", "c_proj"),  # of an MLP without a gate
     # of a layer with a recurrent state
-    *(f"in_proj_{part}" for part in "qkvzba"),
+    *(f"in_proj_{part}" for part in (*"qkvzbaxBC", "dt")),
     "out_proj",
 )
 

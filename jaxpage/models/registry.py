@@ -36,6 +36,11 @@ from jaxpage.models.gemma4 import (
 from jaxpage.models.glm import glm4, glm_config
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
 from jaxpage.models.granite import granite, granite_config, granite_moe_config
+from jaxpage.models.granite_hybrid import (
+    granite_hybrid,
+    granite_hybrid_config,
+    granite_hybrid_parts,
+)
 from jaxpage.models.layers import RMSNorm
 from jaxpage.models.llama_like import (
     ernie_config,
@@ -195,6 +200,12 @@ REGISTRY: dict[str, Family] = {
         config_from_hf=granite_moe_config,
         module=granite,
         weight_map=granite_experts,
+        tensor_name=granite_name,
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        config_from_hf=granite_hybrid_config,
+        module=granite_hybrid,
+        weight_map=granite_hybrid_parts,
         tensor_name=granite_name,
     ),
     "LlamaForCausalLM": Family(),

@@ -1,4 +1,5 @@
-"""The gated delta rule for the packed tokens of a step: by the kernels of a TPU where they can serve, else by XLA.
+"""The gated delta rule for the packed tokens of a step: by the kernels of a TPU where they can serve, else by XLA. They
+serve only tokens that are corrected (`beta`).
 
 Tokens are divided into windows of CHUNK, wherever rows begin and end, and a row has a part in each window that it
 reaches into. Rows of one token need no window.
@@ -87,7 +88,8 @@ def _by_windows(field: jax.Array, tokens: Tokens, rows: StateRows) -> tuple[jax.
         is_first=numbers == 0,
         begins=rows.begins[row],
     )
-    kernel = xla.by_windows if tpu_windows.unsupported_reason(field) else tpu_windows.by_windows
+    serves = tokens.beta is not None and tpu_windows.unsupported_reason(field) is None
+    kernel = tpu_windows.by_windows if serves else xla.by_windows
     field, out = lax.platform_dependent(
         field, windows, parts, total[0], tpu=kernel, default=xla.by_windows
     )
@@ -114,7 +116,8 @@ def _singles(
         tokens=jax.tree.map(lambda x: x[first], tokens),
     )
     by_xla = partial(xla.one_token, together=together)
-    kernel = by_xla if tpu.unsupported_reason(field) else tpu.one_token
+    serves = tokens.beta is not None and tpu.unsupported_reason(field) is None
+    kernel = tpu.one_token if serves else by_xla
     field, new = lax.platform_dependent(field, given, number, tpu=kernel, default=by_xla)
     return field, out.at[jnp.where(exists, first, out.shape[0])].set(new, mode="drop")
 

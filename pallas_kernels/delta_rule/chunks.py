@@ -25,7 +25,8 @@ class Chunk(NamedTuple):
 
     # [N, J, C, F]: new values, less what the values of earlier tokens of the chunk contribute.
     v: jax.Array
-    k: jax.Array  # [N, J, C, D]: the state times these is to be subtracted from v
+    # [N, J, C, D]: the state times these is to be subtracted from v; None: nothing is corrected
+    k: jax.Array | None
     q: jax.Array  # [N, J, C, D]: the state times these is a part of the outputs
     # [N, J, C, C]: the share of the second token's value in the output of the first.
     scores: jax.Array
@@ -40,20 +41,25 @@ def prepare(tokens: Tokens, sequence: jax.Array) -> Chunk:
     size = sequence.size
     first = jnp.argmax(same, axis=1)
     last = size - 1 - jnp.argmax(same[:, ::-1], axis=1)
-    log_decay, beta = (x.transpose(1, 2, 0) for x in (tokens.log_decay, tokens.beta))
+    log_decay = tokens.log_decay.transpose(1, 2, 0)
     total = jnp.cumsum(log_decay, axis=-1)  # [N, J, C]
     start, end = (total - log_decay)[..., first], total[..., last]
     visible = (same & jnp.tril(jnp.ones((size, size), jnp.bool_)))[None, None]
     between = total[..., :, None] - total[..., None, :]
     decay = jnp.exp(jnp.where(visible, between, -jnp.inf))
     q, k, v = tokens.q, tokens.k, tokens.v.transpose(1, 2, 0, 3)
-    keys = _einsum("tnd,snd->nts", k, k)[:, None]
-    inverse = unit_lower_inverse(jnp.tril(beta[..., None] * keys * decay, -1))
-    q, k = (x.transpose(1, 0, 2)[:, None] for x in (q, k))  # [N, 1, C, D]
     since = jnp.exp(total - start)[..., None]
+    known = None
+    if tokens.beta is not None:
+        beta = tokens.beta.transpose(1, 2, 0)[..., None]
+        keys = _einsum("tnd,snd->nts", k, k)[:, None]
+        inverse = unit_lower_inverse(jnp.tril(beta * keys * decay, -1))
+        v = _einsum("njts,njsf->njtf", inverse, beta * v)
+        known = _einsum("njts,njsd->njtd", inverse, beta * since * k.transpose(1, 0, 2)[:, None])
+    q, k = (x.transpose(1, 0, 2)[:, None] for x in (q, k))  # [N, 1, C, D]
     return Chunk(
-        v=_einsum("njts,njsf->njtf", inverse, beta[..., None] * v),
-        k=_einsum("njts,njsd->njtd", inverse, beta[..., None] * since * k),
+        v=v,
+        k=known,
         q=since * q,
         scores=_einsum("nitd,nisd->nits", q, k) * decay,
         left=jnp.exp(end - total)[..., None] * k,
@@ -68,7 +74,9 @@ def advance(
 
     is_own: bool[C], its tokens; last: index of the last one.
     """
-    new = chunk.v - _einsum("njtd,njdf->njtf", chunk.k, state)
+    new = chunk.v
+    if chunk.k is not None:
+        new = new - _einsum("njtd,njdf->njtf", chunk.k, state)
     new = jnp.where(is_own[None, None, :, None], new, 0.0)
     out = _einsum("njtd,njdf->njtf", chunk.q, state)
     out += _einsum("njts,njsf->njtf", chunk.scores, new)

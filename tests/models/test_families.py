@@ -155,11 +155,11 @@ def loss(state, graphdef, token_ids):
 def first_weight(state) -> nnx.Param:
     """Of the queries of the first layer."""
     layer = state.model.layers[0]
-    return (
-        layer.self_attn.q_proj.weight
-        if "self_attn" in layer
-        else layer.linear_attn.in_proj_q.weight
-    )
+    if "self_attn" in layer:
+        return layer.self_attn.q_proj.weight
+    if "mamba" in layer:
+        return layer.mamba.in_proj_C.weight
+    return layer.linear_attn.in_proj_q.weight
 
 
 GRADIENT_CASES = [(family, 0) for family in checkpoints.VARIANTS]

@@ -1,0 +1,165 @@
+"""Granite 4: most layers are Mamba-2, the others attention, all with Granite's constant scales.
+
+Some models have attention in all layers. Knows transformers' names of the options, and where checkpoints have the
+parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxpage.models.attention import Attention
+from jaxpage.models.config import ExpertsConfig, GatedDelta, MambaOptions, ModelConfig
+from jaxpage.models.decoder import CausalLM
+from jaxpage.models.granite import GraniteLayer, granite_config
+from jaxpage.models.mamba2 import MIXED, Mamba2, part_sizes
+from jaxpage.models.recurrence import Recurrence, WholeSequences
+from jaxpage.models.rope import NO_ROPE, Rotation
+from jaxpage.models.sources import Place, Source, granite_experts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_RECURRENT, _FULL = "linear_attention", "full_attention"
+
+
+class GraniteHybridLayer(GraniteLayer):
+    """Mamba-2 or attention, then an MLP or experts (transformers' GraniteMoeHybridDecoderLayer)."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index)
+        if config.gated_delta is not None and index in config.gated_delta.layers:
+            del self.self_attn
+            self.mamba = Mamba2(config, index)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rotation: Rotation,
+        attention: Attention,
+        is_token: jax.Array | None = None,
+        load: list[jax.Array] | None = None,
+        *,
+        recurrence: Recurrence | None = None,
+    ) -> jax.Array:
+        if not hasattr(self, "mamba"):
+            return super().__call__(x, rotation, attention, is_token, load)
+        x = x + self._scaled(self.mamba(self.input_layernorm(x), recurrence or WholeSequences()))
+        return x + self._scaled(self.second_half(x, is_token, load))
+
+
+def granite_hybrid(config: ModelConfig) -> CausalLM:
+    """A Granite 4 model."""
+    return CausalLM(config, layer=GraniteHybridLayer)
+
+
+def granite_hybrid_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a GraniteMoeHybridForCausalLM. Raises ValueError for what is not supported."""
+    config = granite_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        intermediate_size=hf.shared_intermediate_size,
+        **_experts(hf),
+        **_recurrent(hf),
+    )
+    if hf.position_embedding_type == "rope":
+        return config
+    return replace(config, ropes=(NO_ROPE,) * config.num_layers)
+
+
+def _experts(hf: PretrainedConfig) -> dict[str, Any]:
+    if not hf.num_local_experts:
+        return {}
+    experts = ExpertsConfig(
+        layers=tuple(range(hf.num_hidden_layers)),
+        num_experts=hf.num_local_experts,
+        experts_per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        shares_add_up_to_one=True,
+        shared_size=hf.shared_intermediate_size,
+        shared_gate=False,
+    )
+    return {"experts": experts}
+
+
+def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:
+    kinds = hf.layer_types
+    unknown = sorted(set(kinds) - {_RECURRENT, _FULL})
+    if unknown or len(kinds) != hf.num_hidden_layers or _FULL not in kinds:
+        raise ValueError(
+            f"GraniteMoeHybridForCausalLM: layer_types must have {_RECURRENT} or {_FULL} for each of "
+            f"{hf.num_hidden_layers} layers, and at least one {_FULL}; config.json has {', '.join(kinds)}"
+        )
+    if _RECURRENT not in kinds:
+        return {}
+    names = ("n_heads", "n_groups", "d_state", "d_head", "d_conv")
+    counts = {f"mamba_{name}": getattr(hf, f"mamba_{name}") for name in names}
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"GraniteMoeHybridForCausalLM: {name} is {count!r} in config.json; it must be a positive integer"
+            )
+    heads, groups, key_dim, value_dim, num_taps = counts.values()
+    if heads % groups:
+        raise ValueError(
+            f"GraniteMoeHybridForCausalLM: {heads} heads cannot be in {groups} equal groups; check mamba_n_heads and "
+            "mamba_n_groups in config.json"
+        )
+    if hf.hidden_act != "silu":
+        raise ValueError(
+            f"GraniteMoeHybridForCausalLM: hidden_act is {hf.hidden_act!r}; supported is 'silu'"
+        )
+    sizes = GatedDelta(
+        layers=tuple(index for index, kind in enumerate(kinds) if kind == _RECURRENT),
+        num_key_heads=groups,
+        values_per_key=heads // groups,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        num_taps=num_taps,
+    )
+    least, most = hf.time_step_limit or (0.0, float("inf"))
+    options = MambaOptions(
+        projection_bias=bool(hf.mamba_proj_bias),
+        convolution_bias=bool(hf.mamba_conv_bias),
+        time_steps=(float(least), float(most)),
+    )
+    return {"gated_delta": sizes, "mamba": options}
+
+
+def granite_hybrid_parts(config: ModelConfig) -> dict[str, Place]:
+    """Granite 4: all parts of Mamba-2's projection in one tensor, and gate and up in one, of the MLP that stands beside
+    experts or alone.
+    """
+    places: dict[str, Place] = {} if config.experts is None else granite_experts(config)
+    for i in range(config.num_layers):
+        layer, module, size = f"model.layers.{i}", "mlp", config.intermediate_size
+        if config.experts is not None:
+            module = "mlp.shared_experts"
+        rows = {"gate_proj": (0, size), "up_proj": (size, 2 * size)}
+        for part, (start, stop) in rows.items():
+            place = Source(f"{layer}.shared_mlp.input_linear.weight", start, stop)
+            places[f"{layer}.{module}.{part}.weight"] = place
+        places[f"{layer}.{module}.down_proj.weight"] = Source(
+            f"{layer}.shared_mlp.output_linear.weight"
+        )
+    for i in () if config.gated_delta is None else config.gated_delta.layers:
+        layer, sizes = f"model.layers.{i}.mamba", part_sizes(config)
+        start = 0
+        for part, size in sizes.items():
+            for name in ("weight", "bias"):
+                place = Source(f"{layer}.in_proj.{name}", start, start + size)
+                places[f"{layer}.in_proj_{part}.{name}"] = place
+            start += size
+        start = 0
+        for part in MIXED:
+            for name, suffix in (("weight", ""), ("bias", "_bias")):
+                place = Source(f"{layer}.conv1d.{name}", start, start + sizes[part])
+                places[f"{layer}.conv.{part}{suffix}"] = place
+            start += sizes[part]
+    return places

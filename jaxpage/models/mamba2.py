@@ -1,0 +1,157 @@
+"""Layers with a recurrent state: Mamba-2 (https://arxiv.org/abs/2405.21060), as Granite 4 has it.
+
+It is linear attention: B are the keys, C the queries, x times its time step the values, and the state decays. Attribute
+paths are the checkpoint's names, but what it has in one projection and one convolution is several here: a device of
+several has some heads of each.
+
+Letters: T tokens, E model dim, N key heads (groups of B and C), J value heads for each, D key dim (of the state), F
+value dim, W taps.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpage.models.config import ModelConfig
+from jaxpage.models.layers import Constant, Linear, Normal, normalise, param
+from jaxpage.models.recurrence import Recurrence
+from pallas_kernels.delta_rule.reference import Tokens
+
+MIXED = ("x", "B", "C")  # inputs of the convolution, in the order of its rows in checkpoints
+
+
+def part_sizes(config: ModelConfig) -> dict[str, int]:
+    """Rows of each part of the input projection, in the order of checkpoints."""
+    sizes = config.gated_delta
+    assert sizes is not None
+    keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
+    return {"z": values, "x": values, "B": keys, "C": keys, "dt": sizes.num_value_heads}
+
+
+class Convolutions(nnx.Module):
+    """The taps, and perhaps biases, of each channel of x, B and C."""
+
+    def __init__(self, config: ModelConfig):
+        sizes, options, rows = config.gated_delta, config.mamba, part_sizes(config)
+        assert sizes is not None and options is not None
+        units, dtype = (sizes.num_key_heads, 1, sizes.num_taps), config.dtype
+        for part in MIXED:
+            shape, axes = (rows[part], 1, sizes.num_taps), ("heads", "taps", "taps")
+            init = Normal(config.initializer_range)
+            setattr(self, part, param(shape, axes=axes, units=units, init=init, dtype=dtype))
+            bias = param(shape[:1], axes=axes[:1], units=units[:1], init=Constant(0.0), dtype=dtype)
+            setattr(self, f"{part}_bias", bias if options.convolution_bias else None)
+
+    @property
+    def taps(self) -> list[jax.Array]:
+        """[channels, W] each."""
+        return [getattr(self, part)[...][:, 0] for part in MIXED]
+
+    def activated(self, sums: list[jax.Array]) -> list[jax.Array]:
+        """SiLU of float32[..., T, channels] each, after the bias."""
+        biases = [getattr(self, f"{part}_bias") for part in MIXED]
+        return [
+            jax.nn.silu(x if bias is None else x + _like(bias, x))
+            for x, bias in zip(sums, biases, strict=True)
+        ]
+
+
+class GatedGroupNorm(nnx.Module):
+    """x silu(gate), divided by its rms in each group, times the weight, in float32."""
+
+    def __init__(self, config: ModelConfig, size: int, num_groups: int):
+        self.eps, self.num_groups = config.norm_eps, num_groups
+        units, init = (num_groups,), Constant(1.0)
+        self.weight = param((size,), axes=("heads",), units=units, init=init, dtype=config.dtype)
+
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        x = x * jax.nn.silu(gate.astype(jnp.float32))
+        normed = normalise(x.reshape(*x.shape[:-1], self.num_groups, -1), self.eps)
+        return normed.reshape(x.shape) * _like(self.weight, x)
+
+
+def _like(parameter: nnx.Param, x: jax.Array) -> jax.Array:
+    """float32 of a vector, broadcastable to x [..., its size]."""
+    return jnp.expand_dims(parameter[...].astype(jnp.float32), range(x.ndim - 1))
+
+
+class Mamba2(nnx.Module):
+    """Projections, a convolution, the recurrence, a gated norm (transformers' GraniteMoeHybridMambaLayer)."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        assert config.gated_delta is not None and config.mamba is not None
+        self.config, self.options, self.index = config.gated_delta, config.mamba, index
+        self.rows, num_groups = part_sizes(config), self.config.num_key_heads
+        embed, inner, bias = config.hidden_size, self.rows["x"], self.options.projection_bias
+        init, dtype = Normal(config.initializer_range), config.dtype
+
+        def projection(num_out: int) -> Linear:
+            return Linear(
+                (num_out, embed),
+                axes=("heads", "embed"),
+                units=(num_groups, embed),
+                bias=bias,
+                init=init,
+                dtype=dtype,
+            )
+
+        def of_heads(value: float) -> nnx.Param:
+            shape, init = (self.rows["dt"],), Constant(value)
+            return param(shape, axes=("heads",), units=(num_groups,), init=init, dtype=dtype)
+
+        for part, rows in self.rows.items():
+            setattr(self, f"in_proj_{part}", projection(rows))
+        self.in_proj: Linear | None = None  # joined, see `weights.transform`
+        self.conv = Convolutions(config)
+        self.A_log, self.dt_bias, self.D = of_heads(0.0), of_heads(1.0), of_heads(1.0)
+        self.norm = GatedGroupNorm(config, inner, num_groups)
+        self.out_proj = Linear(
+            (embed, inner),
+            axes=("embed", "heads"),
+            units=(embed, num_groups),
+            bias=bias,
+            init=init,
+            dtype=dtype,
+        )
+
+    @property
+    def joined_projections(self) -> dict[str, dict[str, int]]:
+        """Name of the joined projection -> its parts and their outputs, in order."""
+        return {"in_proj": {f"in_proj_{part}": rows for part, rows in self.rows.items()}}
+
+    def __call__(self, x: jax.Array, recurrence: Recurrence) -> jax.Array:
+        """[..., T, E] of x [..., T, E]"""
+        sizes, lead = self.config, x.shape[:-1]
+        gate, values, keys, queries, steps = self._projected(x)
+        mixed = recurrence.convolve(self.index, (values, keys, queries), self.conv.taps)
+        # Rounded as transformers does, whose convolution has the dtype of the model.
+        values, keys, queries = (
+            part.astype(x.dtype).astype(jnp.float32) for part in self.conv.activated(mixed)
+        )
+        of_heads = (*lead, sizes.num_key_heads, sizes.values_per_key)
+        of_keys, of_values = (*of_heads[:-1], sizes.key_dim), (*of_heads, sizes.value_dim)
+        steps = jax.nn.softplus(steps.astype(jnp.float32) + _like(self.dt_bias, steps))
+        steps = jnp.clip(steps, *self.options.time_steps)
+        log_decay = -jnp.exp(_like(self.A_log, steps)) * steps
+        steps, values = steps.reshape(of_heads), values.reshape(of_values)
+        tokens = Tokens(
+            q=queries.reshape(of_keys),
+            k=keys.reshape(of_keys),
+            v=values * steps[..., None],
+            log_decay=log_decay.reshape(of_heads),
+            beta=None,
+        )
+        skipped = values * _like(self.D, log_decay).reshape(*[1] * len(lead), *of_heads[-2:], 1)
+        out = recurrence.delta_rule(self.index, tokens) + skipped
+        return self.out_proj(self.norm(out.reshape(*lead, -1), gate).astype(x.dtype))
+
+    def _projected(self, x: jax.Array) -> list[jax.Array]:
+        """z, x, B, C, dt"""
+        if self.in_proj is None:
+            return [getattr(self, f"in_proj_{part}")(x) for part in self.rows]
+        ends = list(itertools.accumulate(self.rows.values()))[:-1]
+        return jnp.split(self.in_proj(x), ends, axis=-1)
