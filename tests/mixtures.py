@@ -396,7 +396,7 @@ VARIANTS["granite_hybrid_moe"] = [
         4,
         2,
         hidden=48,
-        **multipliers(6.0, 0.2, 0.4, 0.5),
+        **multipliers(3.0, 0.2, 0.3, 1.0),
         **granite_hybrid([RECURRENT, FULL, RECURRENT], heads=(2, 3), dims=(24, 16))
         | {"num_local_experts": 6, "num_experts_per_tok": 2},
     ),

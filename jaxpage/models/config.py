@@ -98,9 +98,18 @@ class Gemma4Options:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MambaOptions:
+    """What only Mamba-2 has, see `mamba2`."""
+
+    projection_bias: bool
+    convolution_bias: bool
+    time_steps: tuple[float, float]  # the least and the most
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatedDelta:
-    """Layers with a recurrent state in place of keys and values, see `gated_delta_net`. It is float32[N, J, D, F], and
-    the last W - 1 inputs of the convolution.
+    """Layers with a recurrent state in place of keys and values, see `gated_delta_net` and `mamba2`. It is float32 of
+    `state_shape`, and the last W - 1 inputs of the convolution.
     """
 
     layers: tuple[int, ...]
@@ -109,6 +118,14 @@ class GatedDelta:
     key_dim: int  # D
     value_dim: int  # F
     num_taps: int  # W, of the convolution
+    mamba: MambaOptions | None = None  # if they are Mamba-2
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """[N, J, D, F]; of Mamba-2, where heads with the same keys have one, [N, D, J F]."""
+        if self.mamba is not None:
+            return (self.num_key_heads, self.key_dim, self.values_per_key * self.value_dim)
+        return (self.num_key_heads, self.values_per_key, self.key_dim, self.value_dim)
 
     @property
     def num_value_heads(self) -> int:
@@ -118,15 +135,6 @@ class GatedDelta:
     def num_channels(self) -> int:
         """Of the convolution."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
-
-
-@dataclass(frozen=True, kw_only=True)
-class MambaOptions:
-    """What only Mamba-2 has, see `mamba2`."""
-
-    projection_bias: bool
-    convolution_bias: bool
-    time_steps: tuple[float, float]  # the least and the most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +203,6 @@ class ModelConfig:
     num_kv_shared_layers: int = 0
     gemma4: Gemma4Options | None = None
     gated_delta: GatedDelta | None = None
-    mamba: MambaOptions | None = None  # of these layers, if they are Mamba-2
     eagle: EagleOptions | None = None
 
     @property

@@ -122,7 +122,7 @@ class GatedDeltaNet(nnx.Module):
             log_decay.reshape(heads),
             jax.nn.sigmoid(b.reshape(heads)),
         )
-        out = recurrence.delta_rule(self.index, tokens)
+        out = recurrence.advance(self.index, tokens)
         gate = jax.nn.silu(z.reshape(out.shape).astype(jnp.float32))
         normed = self.norm(out.astype(x.dtype)).astype(jnp.float32)
         out = (normed * gate).astype(x.dtype)

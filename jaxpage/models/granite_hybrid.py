@@ -115,6 +115,7 @@ def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:
         raise ValueError(
             f"GraniteMoeHybridForCausalLM: hidden_act is {hf.hidden_act!r}; supported is 'silu'"
         )
+    least, most = hf.time_step_limit or (0.0, float("inf"))
     sizes = GatedDelta(
         layers=tuple(index for index, kind in enumerate(kinds) if kind == _RECURRENT),
         num_key_heads=groups,
@@ -122,14 +123,13 @@ def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:
         key_dim=key_dim,
         value_dim=value_dim,
         num_taps=num_taps,
+        mamba=MambaOptions(
+            projection_bias=bool(hf.mamba_proj_bias),
+            convolution_bias=bool(hf.mamba_conv_bias),
+            time_steps=(float(least), float(most)),
+        ),
     )
-    least, most = hf.time_step_limit or (0.0, float("inf"))
-    options = MambaOptions(
-        projection_bias=bool(hf.mamba_proj_bias),
-        convolution_bias=bool(hf.mamba_conv_bias),
-        time_steps=(float(least), float(most)),
-    )
-    return {"gated_delta": sizes, "mamba": options}
+    return {"gated_delta": sizes}
 
 
 def granite_hybrid_parts(config: ModelConfig) -> dict[str, Place]:

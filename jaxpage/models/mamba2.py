@@ -19,7 +19,7 @@ from flax import nnx
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.layers import Constant, Linear, Normal, normalise, param
 from jaxpage.models.recurrence import Recurrence
-from pallas_kernels.delta_rule.reference import Tokens
+from pallas_kernels.mamba2.reference import Tokens
 
 MIXED = ("x", "B", "C")  # inputs of the convolution, in the order of its rows in checkpoints
 
@@ -36,15 +36,15 @@ class Convolutions(nnx.Module):
     """The taps, and perhaps biases, of each channel of x, B and C."""
 
     def __init__(self, config: ModelConfig):
-        sizes, options, rows = config.gated_delta, config.mamba, part_sizes(config)
-        assert sizes is not None and options is not None
+        sizes, rows = config.gated_delta, part_sizes(config)
+        assert sizes is not None and sizes.mamba is not None
         units, dtype = (sizes.num_key_heads, 1, sizes.num_taps), config.dtype
         for part in MIXED:
             shape, axes = (rows[part], 1, sizes.num_taps), ("heads", "taps", "taps")
             init = Normal(config.initializer_range)
             setattr(self, part, param(shape, axes=axes, units=units, init=init, dtype=dtype))
             bias = param(shape[:1], axes=axes[:1], units=units[:1], init=Constant(0.0), dtype=dtype)
-            setattr(self, f"{part}_bias", bias if options.convolution_bias else None)
+            setattr(self, f"{part}_bias", bias if sizes.mamba.convolution_bias else None)
 
     @property
     def taps(self) -> list[jax.Array]:
@@ -83,8 +83,8 @@ class Mamba2(nnx.Module):
     """Projections, a convolution, the recurrence, a gated norm (transformers' GraniteMoeHybridMambaLayer)."""
 
     def __init__(self, config: ModelConfig, index: int):
-        assert config.gated_delta is not None and config.mamba is not None
-        self.config, self.options, self.index = config.gated_delta, config.mamba, index
+        assert config.gated_delta is not None and config.gated_delta.mamba is not None
+        self.config, self.options, self.index = config.gated_delta, config.gated_delta.mamba, index
         self.rows, num_groups = part_sizes(config), self.config.num_key_heads
         embed, inner, bias = config.hidden_size, self.rows["x"], self.options.projection_bias
         init, dtype = Normal(config.initializer_range), config.dtype
@@ -141,12 +141,11 @@ class Mamba2(nnx.Module):
         tokens = Tokens(
             q=queries.reshape(of_keys),
             k=keys.reshape(of_keys),
-            v=values * steps[..., None],
+            v=(values * steps[..., None]).reshape(*of_heads[:-1], -1),
             log_decay=log_decay.reshape(of_heads),
-            beta=None,
         )
-        skipped = values * _like(self.D, log_decay).reshape(*[1] * len(lead), *of_heads[-2:], 1)
-        out = recurrence.delta_rule(self.index, tokens) + skipped
+        skips = _like(self.D, log_decay).reshape(*[1] * len(lead), *of_heads[-2:], 1)
+        out = recurrence.advance(self.index, tokens).reshape(of_values) + skips * values
         return self.out_proj(self.norm(out.reshape(*lead, -1), gate).astype(x.dtype))
 
     def _projected(self, x: jax.Array) -> list[jax.Array]:

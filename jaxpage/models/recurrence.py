@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.ops.delta_rule import whole
-from pallas_kernels.delta_rule.reference import Tokens
+from jaxpage.ops.delta_rule import AnyTokens, whole
 
 
 class Recurrence(Protocol):
@@ -31,8 +30,10 @@ class Recurrence(Protocol):
         """
         ...
 
-    def delta_rule(self, layer: int, tokens: Tokens) -> jax.Array:
-        """float32[..., T, N, J, F], see `ops.delta_rule`; tokens have the axes [..., T]."""
+    def advance(self, layer: int, tokens: AnyTokens) -> jax.Array:
+        """The outputs of the tokens, which change the state: float32[..., T, N, J, F], of Mamba-2 [..., T, N, J F], see
+        `ops.delta_rule`. tokens have the axes [..., T].
+        """
         ...
 
 
@@ -64,7 +65,7 @@ class WholeSequences:
             start=jnp.float32(0),
         )
 
-    def delta_rule(self, layer: int, tokens: Tokens) -> jax.Array:
+    def advance(self, layer: int, tokens: AnyTokens) -> jax.Array:
         del layer
         tokens = jax.tree.map(self._masked, tokens)
         lead = tokens.log_decay.shape[:-3]

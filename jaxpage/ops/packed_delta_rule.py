@@ -1,10 +1,11 @@
-"""The gated delta rule for the packed tokens of a step: by the kernels of a TPU where they can serve, else by XLA. They
-serve only tokens that are corrected (`beta`).
+"""Recurrent states for the packed tokens of a step, the gated delta rule's or Mamba-2's: by the kernels of a TPU where
+they can serve, else by XLA.
 
 Tokens are divided into windows of CHUNK, wherever rows begin and end, and a row has a part in each window that it
 reaches into. Rows of one token need no window.
 
-Letters: Q slots, R rows, T tokens, W windows; the others as in `pallas_kernels/delta_rule/reference.py`.
+Letters: Q slots, R rows, T tokens, W windows; the others, behind `...`, as in `pallas_kernels/delta_rule/reference.py`
+or `mamba2/reference.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpage.ops.delta_rule import CHUNK
+from jaxpage.ops.delta_rule import CHUNK, AnyTokens, rule_of
 from jaxpage.ops.lists import chosen_first
 from jaxpage.plan import NULL_SLOT
 from pallas_kernels.delta_rule import tpu, tpu_windows, xla
 from pallas_kernels.delta_rule.reference import Parts, Rows, Tokens
 from pallas_kernels.lists import expand
+from pallas_kernels.mamba2 import tpu as mamba2_tpu
 
 _TOGETHER = 8  # rows of one token, in steps with longer ones
 
@@ -39,9 +41,9 @@ class StateRows(NamedTuple):
 
 
 def of_packed_tokens(
-    field: jax.Array, tokens: Tokens, rows: StateRows
+    field: jax.Array, tokens: AnyTokens, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """`field` [Q, N, J, D, F] with the state after each row, and the outputs float32[T, N, J, F]."""
+    """`field` [Q, ...] with the state after each row, and the outputs float32[T, ...]."""
     field, out = _by_windows(field, tokens, rows)
     is_single = rows.is_live & (rows.num_tokens == 1)
     field, out = _singles(field, out, tokens, rows, is_single, together=_TOGETHER)
@@ -49,14 +51,16 @@ def of_packed_tokens(
 
 
 def of_single_tokens(
-    field: jax.Array, tokens: Tokens, rows: StateRows
+    field: jax.Array, tokens: AnyTokens, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
     """The same for rows that all have one token."""
     out = jnp.zeros_like(tokens.v)
     return _singles(field, out, tokens, rows, rows.is_live, together=rows.slots.size)
 
 
-def _by_windows(field: jax.Array, tokens: Tokens, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+def _by_windows(
+    field: jax.Array, tokens: AnyTokens, rows: StateRows
+) -> tuple[jax.Array, jax.Array]:
     """The rows of several tokens; zeros for the outputs of others."""
     num_tokens = tokens.q.shape[0]
     num_windows = -(-num_tokens // CHUNK)
@@ -88,19 +92,19 @@ def _by_windows(field: jax.Array, tokens: Tokens, rows: StateRows) -> tuple[jax.
         is_first=numbers == 0,
         begins=rows.begins[row],
     )
-    serves = tokens.beta is not None and tpu_windows.unsupported_reason(field) is None
-    kernel = tpu_windows.by_windows if serves else xla.by_windows
-    field, out = lax.platform_dependent(
-        field, windows, parts, total[0], tpu=kernel, default=xla.by_windows
-    )
-    out = jnp.where(counts[:, None, None, None], out.reshape(-1, *tokens.v.shape[1:]), 0.0)
+    by_xla = partial(xla.by_windows, rule=rule_of(tokens))
+    serves = isinstance(tokens, Tokens) and tpu_windows.unsupported_reason(field) is None
+    kernel = tpu_windows.by_windows if serves else by_xla
+    field, out = lax.platform_dependent(field, windows, parts, total[0], tpu=kernel, default=by_xla)
+    counts = jnp.expand_dims(counts, range(1, tokens.v.ndim))
+    out = jnp.where(counts, out.reshape(-1, *tokens.v.shape[1:]), 0.0)
     return field, out[:num_tokens]
 
 
 def _singles(
     field: jax.Array,
     out: jax.Array,
-    tokens: Tokens,
+    tokens: AnyTokens,
     rows: StateRows,
     is_single: jax.Array,
     *,
@@ -115,9 +119,9 @@ def _singles(
         begins=rows.begins[order],
         tokens=jax.tree.map(lambda x: x[first], tokens),
     )
-    by_xla = partial(xla.one_token, together=together)
-    serves = tokens.beta is not None and tpu.unsupported_reason(field) is None
-    kernel = tpu.one_token if serves else by_xla
+    by_xla = partial(xla.one_token, together=together, rule=rule_of(tokens))
+    kernels = tpu if isinstance(tokens, Tokens) else mamba2_tpu
+    kernel = by_xla if kernels.unsupported_reason(field) else kernels.one_token
     field, new = lax.platform_dependent(field, given, number, tpu=kernel, default=by_xla)
     return field, out.at[jnp.where(exists, first, out.shape[0])].set(new, mode="drop")
 

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxpage.batch import StepBatch
 from jaxpage.models.config import GatedDelta
+from jaxpage.ops.delta_rule import AnyTokens
 from jaxpage.ops.packed_delta_rule import StateRows, of_packed_tokens, of_single_tokens
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.plan import NULL_SLOT
@@ -30,9 +31,8 @@ from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.kept_rows import put_rows, words_of
 from jaxpage.runner.layout import Layout
 from jaxpage.sampling.fields import RequestState
-from pallas_kernels.delta_rule.reference import Tokens
 
-_PREFIXES = ("convolution_", "delta_state_")
+_PREFIXES = ("convolution_", "recurrent_state_")
 _INPUTS, _STATE = (prefix + "{}" for prefix in _PREFIXES)  # names of a layer's fields
 
 
@@ -40,8 +40,7 @@ def recurrent_fields(sizes: GatedDelta, num_slots: int, dtype: DTypeLike) -> Req
     """The fields of all slots, for models that compute in `dtype`."""
     # Two axes: XLA would store three or so inputs in the eight rows of a TPU's registers.
     inputs = (num_slots, (sizes.num_taps - 1) * sizes.num_channels)
-    heads = (sizes.num_key_heads, sizes.values_per_key)
-    state = (num_slots, *heads, sizes.key_dim, sizes.value_dim)
+    state = (num_slots, *sizes.state_shape)
     of_inputs = {_INPUTS.format(i): jnp.zeros(inputs, words_of(dtype)) for i in sizes.layers}
     return of_inputs | {_STATE.format(i): jnp.zeros(state, jnp.float32) for i in sizes.layers}
 
@@ -124,10 +123,10 @@ class SlotRecurrence:
         self.state[name], out = call(self.state[name], list(inputs), list(weights), self._rows)
         return out
 
-    def delta_rule(self, layer: int, tokens: Tokens) -> jax.Array:
+    def advance(self, layer: int, tokens: AnyTokens) -> jax.Array:
         name, by_head = _STATE.format(layer), P(None, TENSOR)
         call = self._on_shares(
-            partial(_delta_rule, one_token_per_row=self._one_token_per_row),
+            partial(_advance, one_token_per_row=self._one_token_per_row),
             inputs=(by_head, by_head, P()),
             outputs=(by_head, by_head),
         )
@@ -216,9 +215,9 @@ def _last_inputs(x: jax.Array, before: list[jax.Array], rows: StateRows) -> list
 
 
 @partial(jax.jit, static_argnames="one_token_per_row")
-def _delta_rule(
-    field: jax.Array, tokens: Tokens, rows: StateRows, *, one_token_per_row: bool
+def _advance(
+    field: jax.Array, tokens: AnyTokens, rows: StateRows, *, one_token_per_row: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The field [Q, N, J, D, F] with the state after each row, and the outputs float32[T, N, J, F]."""
+    """The field [Q, ...] with the state after each row, and the outputs float32[T, ...]."""
     compute = of_single_tokens if one_token_per_row else of_packed_tokens
     return compute(field, tokens, rows)

@@ -6,18 +6,55 @@ Letters: C tokens of a chunk, N key heads, J value heads for each, D key dim, F 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.delta_rule.reference import Tokens
+from pallas_kernels.delta_rule.reference import Tokens, next_state
 
 # TPUs would round the inputs of products to bfloat16, and the state adds up the errors of all tokens. HIGH are three
 # products of bfloat16: within 2^-16.
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGH)
+product = partial(jnp.einsum, precision=lax.Precision.HIGH)
+
+
+class Rule(NamedTuple):
+    """How tokens change states, one by one and by chunks."""
+
+    next_state: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
+    prepare: Callable[[Any, jax.Array], Any]
+    advance: Callable[[jax.Array, Any, jax.Array, Any], tuple[jax.Array, jax.Array]]
+
+
+class Decays(NamedTuple):
+    """Of the heads, for C tokens of one sequence or of several one after the other."""
+
+    between: jax.Array  # [N, J, C, C]: of the second token until the first; 0 where it is not seen
+    since: jax.Array  # [N, J, C]: of the state before the chunk until each token
+    left: jax.Array  # [N, J, C]: of each token until the last one of its sequence
+    whole: jax.Array  # [N, J, C]: of the state before the chunk until that one
+
+
+def decays(log_decay: jax.Array, sequence: jax.Array) -> Decays:
+    """log_decay: [C, N, J]; sequence: int32[C], in ascending order, which one each token is of."""
+    same = sequence[:, None] == sequence[None]
+    size = sequence.size
+    first = jnp.argmax(same, axis=1)
+    last = size - 1 - jnp.argmax(same[:, ::-1], axis=1)
+    log_decay = log_decay.transpose(1, 2, 0)
+    total = jnp.cumsum(log_decay, axis=-1)  # [N, J, C]
+    start, end = (total - log_decay)[..., first], total[..., last]
+    visible = (same & jnp.tril(jnp.ones((size, size), jnp.bool_)))[None, None]
+    between = total[..., :, None] - total[..., None, :]
+    return Decays(
+        between=jnp.exp(jnp.where(visible, between, -jnp.inf)),
+        since=jnp.exp(total - start),
+        left=jnp.exp(end - total),
+        whole=jnp.exp(end - start),
+    )
 
 
 class Chunk(NamedTuple):
@@ -25,8 +62,7 @@ class Chunk(NamedTuple):
 
     # [N, J, C, F]: new values, less what the values of earlier tokens of the chunk contribute.
     v: jax.Array
-    # [N, J, C, D]: the state times these is to be subtracted from v; None: nothing is corrected
-    k: jax.Array | None
+    k: jax.Array  # [N, J, C, D]: the state times these is to be subtracted from v
     q: jax.Array  # [N, J, C, D]: the state times these is a part of the outputs
     # [N, J, C, C]: the share of the second token's value in the output of the first.
     scores: jax.Array
@@ -37,33 +73,19 @@ class Chunk(NamedTuple):
 
 def prepare(tokens: Tokens, sequence: jax.Array) -> Chunk:
     """tokens: [C, ...]; sequence: int32[C], in ascending order, which one each token is of."""
-    same = sequence[:, None] == sequence[None]
-    size = sequence.size
-    first = jnp.argmax(same, axis=1)
-    last = size - 1 - jnp.argmax(same[:, ::-1], axis=1)
-    log_decay = tokens.log_decay.transpose(1, 2, 0)
-    total = jnp.cumsum(log_decay, axis=-1)  # [N, J, C]
-    start, end = (total - log_decay)[..., first], total[..., last]
-    visible = (same & jnp.tril(jnp.ones((size, size), jnp.bool_)))[None, None]
-    between = total[..., :, None] - total[..., None, :]
-    decay = jnp.exp(jnp.where(visible, between, -jnp.inf))
+    found, beta = decays(tokens.log_decay, sequence), tokens.beta.transpose(1, 2, 0)
     q, k, v = tokens.q, tokens.k, tokens.v.transpose(1, 2, 0, 3)
-    since = jnp.exp(total - start)[..., None]
-    known = None
-    if tokens.beta is not None:
-        beta = tokens.beta.transpose(1, 2, 0)[..., None]
-        keys = _einsum("tnd,snd->nts", k, k)[:, None]
-        inverse = unit_lower_inverse(jnp.tril(beta * keys * decay, -1))
-        v = _einsum("njts,njsf->njtf", inverse, beta * v)
-        known = _einsum("njts,njsd->njtd", inverse, beta * since * k.transpose(1, 0, 2)[:, None])
+    keys = product("tnd,snd->nts", k, k)[:, None]
+    inverse = unit_lower_inverse(jnp.tril(beta[..., None] * keys * found.between, -1))
     q, k = (x.transpose(1, 0, 2)[:, None] for x in (q, k))  # [N, 1, C, D]
+    since = found.since[..., None]
     return Chunk(
-        v=v,
-        k=known,
+        v=product("njts,njsf->njtf", inverse, beta[..., None] * v),
+        k=product("njts,njsd->njtd", inverse, beta[..., None] * since * k),
         q=since * q,
-        scores=_einsum("nitd,nisd->nits", q, k) * decay,
-        left=jnp.exp(end - total)[..., None] * k,
-        decay=jnp.exp(end - start),
+        scores=product("nitd,nisd->nits", q, k) * found.between,
+        left=found.left[..., None] * k,
+        decay=found.whole,
     )
 
 
@@ -74,15 +96,16 @@ def advance(
 
     is_own: bool[C], its tokens; last: index of the last one.
     """
-    new = chunk.v
-    if chunk.k is not None:
-        new = new - _einsum("njtd,njdf->njtf", chunk.k, state)
+    new = chunk.v - product("njtd,njdf->njtf", chunk.k, state)
     new = jnp.where(is_own[None, None, :, None], new, 0.0)
-    out = _einsum("njtd,njdf->njtf", chunk.q, state)
-    out += _einsum("njts,njsf->njtf", chunk.scores, new)
+    out = product("njtd,njdf->njtf", chunk.q, state)
+    out += product("njts,njsf->njtf", chunk.scores, new)
     decay = lax.dynamic_index_in_dim(chunk.decay, last, axis=2)
-    state = state * decay[..., None] + _einsum("njtd,njtf->njdf", chunk.left, new)
+    state = state * decay[..., None] + product("njtd,njtf->njdf", chunk.left, new)
     return state, out
+
+
+DELTA = Rule(next_state, prepare, advance)
 
 
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
@@ -99,7 +122,7 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
         of_two, block = index // (2 * width), index // width
         is_corner = (of_two[:, None] == of_two[None]) & (block[:, None] != block[None])
         corner = jnp.where(is_corner.reshape(*[1] * (lower.ndim - 2), size, size), lower, 0.0)
-        below = _einsum("...ij,...jk->...ik", corner, inverse)
-        inverse = inverse - _einsum("...ij,...jk->...ik", inverse, below)
+        below = product("...ij,...jk->...ik", corner, inverse)
+        inverse = inverse - product("...ij,...jk->...ik", inverse, below)
         width *= 2
     return inverse

@@ -1,8 +1,7 @@
 """The gated delta rule (https://arxiv.org/abs/2412.06464) for packed tokens of rows, whose states are in slots.
 
 A head's state S [D, F] maps keys to values. A token decays it, S' = exp(g) S, and corrects the value of its key k by
-the share b: S = S' + k (b (v - S'^T k))^T; its output is S^T q. All is float32. Without b the value is added as it is:
-S = S' + k v^T, which is Mamba-2 (https://arxiv.org/abs/2405.21060).
+the share b: S = S' + k (b (v - S'^T k))^T; its output is S^T q. All is float32.
 
 Letters: Q slots, n rows, W windows of C tokens, P parts, N key heads, J value heads for each, D key dim, F value dim.
 """
@@ -23,7 +22,7 @@ class Tokens(NamedTuple):
     k: Float[Array, "... N D"]
     v: Float[Array, "... N J F"]
     log_decay: Float[Array, "... N J"]  # g, at most 0
-    beta: Float[Array, "... N J"] | None  # b, in 0..1; None: nothing is corrected
+    beta: Float[Array, "... N J"]  # b, in 0..1
 
 
 class Rows(NamedTuple):
@@ -74,8 +73,7 @@ def by_windows(
         if is_first and begins:
             state = jnp.zeros_like(state)
         for token in range(first, end):
-            own = jax.tree.map(lambda x, token=token, window=window: x[window, token][None], windows)
-            state, new = next_state(state, own)
+            state, new = next_state(state, Tokens(*(x[window, token][None] for x in windows)))
             out = out.at[window, token].set(new[0])
         states = states.at[slot].set(state[0])
     return states, out
@@ -85,8 +83,6 @@ def next_state(before: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]
     """The states [n, N, J, D, F] after a token of each row, and the outputs [n, N, J, F]."""
     q, k = tokens.q[:, :, None, :, None], tokens.k[:, :, None, :, None]
     state = before * jnp.exp(tokens.log_decay)[..., None, None]
-    value = tokens.v
-    if tokens.beta is not None:
-        value = tokens.beta[..., None] * (value - jnp.sum(state * k, axis=-2))
-    state = state + k * value[..., None, :]
+    correction = tokens.beta[..., None] * (tokens.v - jnp.sum(state * k, axis=-2))
+    state = state + k * correction[..., None, :]
     return state, jnp.sum(state * q, axis=-2)

@@ -1,22 +1,29 @@
-"""The gated delta rule for packed tokens in plain XLA, for every platform.
+"""Recurrent states for packed tokens in plain XLA, for every platform, by the rule of their tokens.
 
 Loops run as often as there is work, and change the states in place: a conditional would copy them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.delta_rule.chunks import advance, prepare
-from pallas_kernels.delta_rule.reference import Parts, Rows, Tokens, next_state
+from pallas_kernels.delta_rule.chunks import DELTA, Rule
+from pallas_kernels.delta_rule.reference import Parts, Rows
 
 
 def one_token(
-    states: Float[Array, "Q N J D F"], rows: Rows, number: Int[Array, ""], *, together: int
-) -> tuple[Float[Array, "Q N J D F"], Float[Array, "n N J F"]]:
+    states: Float[Array, "Q ..."],
+    rows: Rows,
+    number: Int[Array, ""],
+    *,
+    together: int,
+    rule: Rule = DELTA,
+) -> tuple[Float[Array, "Q ..."], Float[Array, "n ..."]]:
     """`reference.one_token`, `together` rows at a time, and no more often than there are rows."""
     size = rows.slots.size
     padded = jax.tree.map(
@@ -27,8 +34,9 @@ def one_token(
         states, out = carry
         first = index * together
         own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, together), padded)
-        before = jnp.where(own.begins[:, None, None, None, None], 0.0, states[own.slots])
-        after, new = next_state(before, own.tokens)
+        begins = jnp.expand_dims(own.begins, range(1, states.ndim))
+        before = jnp.where(begins, 0.0, states[own.slots])
+        after, new = rule.next_state(before, own.tokens)
         is_row = first + jnp.arange(together) < number
         where = jnp.where(is_row, own.slots, states.shape[0])
         states = states.at[where].set(after, mode="drop")
@@ -40,8 +48,13 @@ def one_token(
 
 
 def by_windows(
-    states: Float[Array, "Q N J D F"], windows: Tokens, parts: Parts, number: Int[Array, ""]
-) -> tuple[Float[Array, "Q N J D F"], Float[Array, "W C N J F"]]:
+    states: Float[Array, "Q ..."],
+    windows: Any,
+    parts: Parts,
+    number: Int[Array, ""],
+    *,
+    rule: Rule = DELTA,
+) -> tuple[Float[Array, "Q ..."], Float[Array, "W C ..."]]:
     """`reference.by_windows`. What does not depend on states is computed for all windows at once."""
     num_windows, size, *heads, value_dim = windows.v.shape
     place = jnp.arange(size, dtype=jnp.int32)
@@ -50,7 +63,7 @@ def by_windows(
     begin = jnp.where(is_part, parts.window * size + parts.first, num_windows * size)
     part_of = jnp.zeros(num_windows * size, jnp.int32).at[begin].add(1, mode="drop")
     sequence = jnp.cumsum(part_of, dtype=jnp.int32).reshape(num_windows, size)
-    chunks = jax.vmap(prepare)(windows, sequence)
+    chunks = jax.vmap(rule.prepare)(windows, sequence)
 
     def one_part(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
         states, out = carry
@@ -58,10 +71,11 @@ def by_windows(
         state = jnp.where(part.is_first & part.begins, 0.0, states[part.slots])
         is_own = (place >= part.first) & (place < part.end)
         chunk = jax.tree.map(lambda x: x[part.window], chunks)
-        state, new = advance(state, chunk, is_own, part.end - 1)
-        new = jnp.where(is_own[None, None, :, None], new, out[part.window])
+        state, new = rule.advance(state, chunk, is_own, part.end - 1)
+        new = jnp.where(jnp.expand_dims(is_own, expanded), new, out[part.window])
         return states.at[part.slots].set(state), out.at[part.window].set(new)
 
     out = jnp.zeros((num_windows, *heads, size, value_dim), jnp.float32)
+    expanded = (*range(len(heads)), -1)
     states, out = lax.fori_loop(0, number, one_part, (states, out))
-    return states, jnp.moveaxis(out, 3, 1)
+    return states, jnp.moveaxis(out, -2, 1)

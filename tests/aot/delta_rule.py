@@ -1,4 +1,4 @@
-"""The kernels of the gated delta rule for the states of models, and of what is odd."""
+"""The kernels of the gated delta rule and of Mamba-2 for the states of models, and of what is odd."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ WINDOWS = {
     "windows-one-key-of-tp16": (32, 65, 1, 2, 128),
     "windows-wide-values": (4, 9, 3, 1, 256),
 }
-NAMES = (*(case.name for case in CALLS), *WINDOWS)
+# Rows, key heads, heads of each, key dim, value dim of Mamba-2.
+MAMBA2 = {
+    "granite-4-h-micro": (64, 1, 48, 128, 64),
+    "granite-4-h-small": (64, 1, 128, 128, 64),
+    "nemotron-h-8b": (64, 8, 16, 128, 64),
+}
+NAMES = (*(case.name for case in CALLS), *WINDOWS, *MAMBA2)
 
 
 def programs(target: str) -> Iterator[Program]:
@@ -57,6 +63,14 @@ def programs(target: str) -> Iterator[Program]:
             yield Program(
                 name=name,
                 lower=partial(_lower_windows, num_windows, states),
+                look=partial(_look, states),
+                observers=(sys.modules[__name__],),
+            )
+        for name, (rows, keys, values, key_dim, value_dim) in MAMBA2.items():
+            states = (rows + 1, keys, key_dim, values * value_dim)
+            yield Program(
+                name=name,
+                lower=partial(_lower_mamba2, values, states),
                 look=partial(_look, states),
                 observers=(sys.modules[__name__],),
             )
@@ -92,6 +106,21 @@ def _lower_windows(num_windows: int, states: tuple[int, ...]) -> Any:
     parts = Parts(index, index, index, index, flag, flag)
     arguments = (spec(states, "float32"), windows, parts, spec((), "int32"))
     return jax.jit(by_windows, donate_argnums=0).lower(*arguments)
+
+
+def _lower_mamba2(num_values: int, states: tuple[int, ...]) -> Any:
+    import jax
+
+    from pallas_kernels.mamba2.reference import Tokens
+    from pallas_kernels.mamba2.tpu import one_token
+
+    num_slots, num_keys, key_dim, num_columns = states
+    heads = (num_slots - 1, num_keys)
+    keys, values = spec((*heads, key_dim), "float32"), spec((*heads, num_columns), "float32")
+    tokens = Tokens(keys, keys, values, spec((*heads, num_values), "float32"))
+    rows = Rows(spec(heads[:1], "int32"), spec(heads[:1], "bool"), tokens)
+    arguments = (spec(states, "float32"), rows, spec((), "int32"))
+    return jax.jit(one_token, donate_argnums=0).lower(*arguments)
 
 
 def _look(states: tuple[int, ...], compiled: Any, log: str) -> dict[str, Any]:

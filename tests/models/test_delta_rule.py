@@ -12,6 +12,7 @@ from jaxpage.ops import delta_rule
 from jaxpage.ops.delta_rule import CHUNK, to_tokens
 from pallas_kernels.delta_rule import reference
 from pallas_kernels.delta_rule.chunks import unit_lower_inverse
+from pallas_kernels.mamba2 import reference as mamba2
 
 HEADS, VALUES, KEY_DIM, VALUE_DIM = 2, 3, 16, 24
 
@@ -58,6 +59,25 @@ def test_chunks_are_tokens_one_by_one():
     np.testing.assert_allclose(found, np.stack(expected, axis=1), atol=5e-6, rtol=0)
 
 
+@pytest.mark.slow
+def test_mamba2_equals_transformers():
+    import torch
+    from transformers.models.granitemoehybrid import modeling_granitemoehybrid
+
+    q, k, v, rate, steps = inputs(2 * CHUNK + 22)
+    chosen = {"chunk_size": 32, "dt_limit": (0.0, float("inf"))}
+    values, dt = (torch.tensor(x).flatten(2, 3) for x in (v, steps))
+    slopes = torch.tensor(rate[0, 0].reshape(-1))
+    expected = modeling_granitemoehybrid.mamba2_chunk_scan(
+        values, dt, slopes, torch.tensor(k), torch.tensor(q), **chosen
+    )
+    joined = (v * steps[..., None]).reshape(*v.shape[:3], -1)
+    tokens = mamba2.Tokens(*map(jnp.asarray, (q, k, joined, rate[0, 0] * steps)))
+    found = np.asarray(delta_rule.whole(tokens)).reshape(expected.shape)
+    atol = 2e-6 * float(expected.abs().max())
+    np.testing.assert_allclose(found, expected.numpy(), atol=atol, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["random", "equal keys"])
 def test_the_inverse_is_as_exact_as_forward_substitution(kind):
     """Equal keys that replace each other's values: powers of the matrix have entries up to 10^17."""
@@ -83,7 +103,7 @@ def test_padding_before_and_after_a_sequence_changes_nothing():
     alone = WholeSequences()
     expected = (
         alone.convolve(0, [x], [weight])[0],
-        alone.delta_rule(0, to_tokens(q, k, v, log_decay, beta)),
+        alone.advance(0, to_tokens(q, k, v, log_decay, beta)),
     )
 
     def padded(x: np.ndarray) -> np.ndarray:
@@ -94,7 +114,7 @@ def test_padding_before_and_after_a_sequence_changes_nothing():
     among = WholeSequences(jnp.asarray(where))
     found = (
         among.convolve(0, [jnp.asarray(padded(x))], [weight])[0],
-        among.delta_rule(0, to_tokens(*map(padded, (q, k, v, log_decay, beta)))),
+        among.advance(0, to_tokens(*map(padded, (q, k, v, log_decay, beta)))),
     )
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one[:, before:-after], other, atol=5e-6, rtol=0)

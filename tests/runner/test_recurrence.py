@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpage.batch import StepBatch
-from jaxpage.models.config import GatedDelta
+from jaxpage.models.config import GatedDelta, MambaOptions
 from jaxpage.models.recurrence import Recurrence, WholeSequences
-from jaxpage.ops.delta_rule import to_tokens
+from jaxpage.ops.delta_rule import AnyTokens, to_tokens
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.recurrence import SlotRecurrence, recurrent_fields
-from pallas_kernels.delta_rule.reference import Tokens
+from pallas_kernels.mamba2 import reference as mamba2
 from tests.models.test_delta_rule import HEADS, KEY_DIM, VALUE_DIM, VALUES, inputs
 
 SIZES = GatedDelta(
@@ -24,6 +27,11 @@ SIZES = GatedDelta(
     value_dim=VALUE_DIM,
     num_taps=4,
 )
+OPTIONS = MambaOptions(
+    projection_bias=False, convolution_bias=False, time_steps=(0.0, float("inf"))
+)
+MAMBA2 = replace(SIZES, mamba=OPTIONS)
+each_kind = pytest.mark.parametrize("sizes", [SIZES, MAMBA2], ids=["delta rule", "Mamba-2"])
 LAYER, NUM_SLOTS, NUM_ROWS, NUM_TOKENS = 3, 6, 4, 160
 LENGTH = 150  # of each sequence
 WEIGHT = np.random.default_rng(9).standard_normal((SIZES.num_channels, 4)).astype(np.float32)
@@ -39,17 +47,18 @@ def convolved(recurrence: Recurrence, x: jax.Array) -> jax.Array:
 class Sequences:
     """Sequences 1, 2, ..., each in the slot of its number, and their steps on the device."""
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, sizes: GatedDelta = SIZES):
+        self.sizes = sizes
         self.x = np.random.default_rng(5).standard_normal((number, LENGTH, SIZES.num_channels))
         self.x = self.x.astype(np.float32)
-        self.tokens = to_tokens(*inputs(LENGTH, batch=number))
+        self.tokens = tokens_of(sizes, number)
         whole = WholeSequences()
         self.expected = (
             convolved(whole, jnp.asarray(self.x)),
-            whole.delta_rule(LAYER, self.tokens),
+            whole.advance(LAYER, self.tokens),
         )
         # What was in a slot before its sequence must not show.
-        fields = recurrent_fields(SIZES, NUM_SLOTS, jnp.float32)
+        fields = recurrent_fields(sizes, NUM_SLOTS, jnp.float32)
         self.state = jax.tree.map(
             lambda x: jnp.full_like(x, np.nan if x.dtype == jnp.float32 else -1), fields
         )
@@ -85,8 +94,8 @@ class Sequences:
             slot_mappings=jnp.zeros((1, size), jnp.int32),
             block_tables=jnp.zeros((1, NUM_ROWS, 1), jnp.int32),
         )
-        given = Tokens(*(packed(np.asarray(x)) for x in self.tokens))
-        run = _run_decode if decode else _run
+        given = jax.tree.map(lambda x: packed(np.asarray(x)), self.tokens)
+        run = _step(self.sizes, Bucket(size, NUM_ROWS, decode=decode))
         self.state, *found = run(self.state, batch, packed(self.x), given)
         for (slot, count), start, first in zip(rows, starts, ends, strict=False):
             for one, whole in zip(found, self.expected, strict=True):
@@ -95,22 +104,30 @@ class Sequences:
             self.done[slot] += count
 
 
-def _step(bucket: Bucket):
+def tokens_of(sizes: GatedDelta, number: int) -> AnyTokens:
+    q, k, v, log_decay, beta = inputs(LENGTH, batch=number)
+    if sizes.mamba is None:
+        return to_tokens(q, k, v, log_decay, beta)
+    # Of length 1, so that errors are as large as above.
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    joined = v.reshape(*v.shape[:3], -1)
+    return mamba2.Tokens(*map(jnp.asarray, (q, k, joined, log_decay)))
+
+
+@cache
+def _step(sizes: GatedDelta, bucket: Bucket):
     @jax.jit
     def run(state, batch, x, tokens):
-        recurrence = SlotRecurrence(SIZES, state, batch, bucket, on_gpu=False)
-        out = convolved(recurrence, x), recurrence.delta_rule(LAYER, tokens)
+        recurrence = SlotRecurrence(sizes, state, batch, bucket, on_gpu=False)
+        out = convolved(recurrence, x), recurrence.advance(LAYER, tokens)
         return recurrence.state, *out
 
     return run
 
 
-_run = _step(Bucket(NUM_TOKENS, NUM_ROWS, decode=False))
-_run_decode = _step(Bucket(NUM_ROWS, NUM_ROWS, decode=True))
-
-
-def test_rows_of_all_lengths_in_chunks_and_beside_others():
-    sequences = Sequences(3)
+@each_kind
+def test_rows_of_all_lengths_in_chunks_and_beside_others(sizes):
+    sequences = Sequences(3, sizes)
     for rows in (
         [(1, 150)],
         [(2, 1), (3, 65)],
@@ -122,9 +139,10 @@ def test_rows_of_all_lengths_in_chunks_and_beside_others():
 
 
 @pytest.mark.slow
+@each_kind
 @pytest.mark.parametrize("prompt", [1, 2, 67])
-def test_decoding_goes_on_from_a_prompt(prompt):
-    sequences = Sequences(2)
+def test_decoding_goes_on_from_a_prompt(prompt, sizes):
+    sequences = Sequences(2, sizes)
     sequences.step([(2, prompt), (1, prompt)])
     for _ in range(5):
         sequences.step([(1, 1), (2, 1)], decode=True)
@@ -141,9 +159,9 @@ def test_a_slot_is_as_new_for_the_next_sequence():
     sequences.step([(1, 1), (2, 1)], decode=True)
 
 
-@pytest.mark.parametrize("prompt", [1, 30])
-def test_siblings_start_with_the_state_after_the_prompt(prompt):
-    sequences = Sequences(2)
+@pytest.mark.parametrize(("prompt", "sizes"), [(1, SIZES), (30, SIZES), (30, MAMBA2)])
+def test_siblings_start_with_the_state_after_the_prompt(prompt, sizes):
+    sequences = Sequences(2, sizes)
     sequences.x[1] = sequences.x[0]
     sequences.tokens = jax.tree.map(lambda x: jnp.asarray(x).at[1].set(x[0]), sequences.tokens)
     sequences.expected = tuple(x.at[1].set(x[0]) for x in sequences.expected)

@@ -1,0 +1,97 @@
+"""Mamba-2 for rows in slots: XLA, and the kernel, interpreted, against the reference."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races have no public name
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.delta_rule import xla
+from pallas_kernels.delta_rule.cases import Case, WindowCase
+from pallas_kernels.mamba2 import cases, reference, tpu
+from pallas_kernels.mamba2.cases import CASES, WINDOW_CASES
+from pallas_kernels.mamba2.chunks import MAMBA2
+
+INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def check(found, case: Case) -> None:
+    """Other slots are as they were, to the bit; the null slot may be anything."""
+    arguments = cases.arguments(case)
+    states, out = map(np.asarray, found)
+    wanted, wanted_out = map(np.asarray, reference.one_token(**arguments))
+    own = np.asarray(arguments["rows"].slots)[: case.rows]
+    others = np.setdiff1d(np.arange(1, case.num_slots), own)
+    np.testing.assert_array_equal(states[others], wanted[others])
+    assert np.isfinite(wanted[own]).all() and np.isfinite(wanted_out[: case.rows]).all()
+    np.testing.assert_allclose(states[own], wanted[own], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(out[: case.rows], wanted_out[: case.rows], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_xla(together):
+    case = CASES[3]
+    run = jax.jit(partial(xla.one_token, together=together, rule=MAMBA2))
+    check(run(**cases.arguments(case)), case)
+
+
+@pytest.mark.slow
+@each_case
+def test_the_kernel(case):
+    check(jax.jit(partial(tpu.one_token, interpret=INTERPRETED))(**cases.arguments(case)), case)
+    assert interpret_pallas_call.races is not None
+    assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((8, 1, 128, 3072), None),
+        ((8, 8, 128, 1024), None),
+        ((8, 1, 16, 128), None),
+        ((8, 2, 128, 192), "128 x 192 are not whole registers"),
+        ((8, 2, 12, 128), "12 x 128 are not whole registers"),
+        ((8, 2, 4096, 128), "128 columns of 4096 numbers"),
+    ],
+)
+def test_which_states_the_kernel_serves(shape, reason):
+    found = tpu.unsupported_reason(jax.ShapeDtypeStruct(shape, np.float32))
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WINDOW_CASES, ids=lambda case: case.name)
+def test_xla_by_windows(case):
+    """Other slots are as they were, to the bit."""
+    arguments = cases.window_arguments(case)
+    states, out = map(np.asarray, jax.jit(partial(xla.by_windows, rule=MAMBA2))(**arguments))
+    wanted, wanted_out = one_by_one(case)
+    own = np.array([slot for slot, *_ in case.rows], int)
+    others = np.setdiff1d(np.arange(1, len(states)), own)
+    np.testing.assert_array_equal(states[others], wanted[others])
+    assert np.isfinite(wanted[own]).all()
+    np.testing.assert_allclose(states[own], wanted[own], atol=2e-5, rtol=0)
+    out = out.reshape(-1, *out.shape[2:])
+    for _, first, end, _ in case.rows:
+        np.testing.assert_allclose(out[first:end], wanted_out[first:end], atol=2e-5, rtol=0)
+
+
+def one_by_one(case: WindowCase) -> tuple[np.ndarray, np.ndarray]:
+    """The states after the tokens of each row, one after the other, and the outputs of all windows' tokens."""
+    arguments = cases.window_arguments(case)
+    tokens = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arguments["windows"])
+    states, out = np.array(arguments["states"]), np.zeros_like(tokens.v)
+    for slot, first, end, begins in case.rows:
+        state = jnp.zeros_like(states[:1]) if begins else jnp.asarray(states[slot : slot + 1])
+        for token in range(first, end):
+            own = jax.tree.map(lambda x, token=token: x[token : token + 1], tokens)
+            state, new = reference.next_state(state, own)
+            out[token] = new[0]
+        states[slot] = state[0]
+    return states, out
