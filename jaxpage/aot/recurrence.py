@@ -36,17 +36,22 @@ def numbers_of_recurrence(spec: EngineSpec) -> dict[str, int] | None:
 
 def flops_of_a_token(sizes: GatedDelta) -> int:
     """Of `ops.delta_rule` for one token in one layer: 7 N J D F. The state decays (1), is multiplied by the key (2), is
-    corrected (2), and is multiplied by the query (2).
+    corrected (2), and is multiplied by the query (2). Mamba-2 corrects nothing: 5 N J D F.
     """
-    return 7 * sizes.num_value_heads * sizes.key_dim * sizes.value_dim
+    number = 7 if sizes.mamba is None else 5
+    return number * sizes.num_value_heads * sizes.key_dim * sizes.value_dim
 
 
 def flops_in_a_chunk(sizes: GatedDelta) -> int:
     """The same for each token of a chunk: 4 N C D for the products of keys with keys and queries, and for each of N J
     heads 4 C^2 log2(C) for the inverse, 2 C (F + D) for its products with values and keys, 6 D F for those with the
-    state, and 2 C F for that of scores and values.
+    state, and 2 C F for that of scores and values. Mamba-2: 2 N C D for the products of keys with queries, 2 C F and 4 D
+    F.
     """
     chunk, keys, values = CHUNK, sizes.key_dim, sizes.value_dim
+    if sizes.mamba is not None:
+        of_a_head = 2 * chunk * values + 4 * keys * values
+        return 2 * sizes.num_key_heads * chunk * keys + sizes.num_value_heads * of_a_head
     inverse = 4 * chunk**2 * int(math.log2(chunk))
     of_a_head = inverse + 2 * chunk * (2 * values + keys) + 6 * keys * values
     return 4 * sizes.num_key_heads * chunk * keys + sizes.num_value_heads * of_a_head

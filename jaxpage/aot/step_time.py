@@ -14,7 +14,8 @@ from jaxpage.aot.attention_time import Rows, bundles
 from jaxpage.aot.estimate import Estimate, kv_bytes, num_checked, without_head
 from jaxpage.aot.tpu_schedule import Region
 
-_DELTA_RULE = "delta_rule"  # the beginning of its kernels' names
+# The beginning of names of kernels for recurrent states, of rows of one token and of several.
+_ONE_TOKEN, _SEVERAL = ("delta_rule", "mamba2"), ("delta_rule",)
 NOT_MODELLED = (
     "not modelled: waiting for DMAs within a kernel, gaps between programs and instructions, transfers that overlap "
     "with products, branches for requests that ask for more than sampling; XLA's estimates of passes over large "
@@ -108,7 +109,7 @@ def _parts(
             found.append(Part(what=what, count=each["count"], ms=each["cycles"] * of_cycle))
         found.append(Part(what=f"{name}: others", count=1, ms=(time["cycles"] - listed) * of_cycle))
         for kernel in time["kernels"]:
-            is_elsewhere = kernel["name"].startswith(("paged_attention", _DELTA_RULE))
+            is_elsewhere = kernel["name"].startswith(("paged_attention", *_ONE_TOKEN))
             if is_elsewhere or kernel["program"] is None:
                 continue
             once = Region.of(kernel["program"]).bundles
@@ -116,18 +117,19 @@ def _parts(
             found.append(
                 Part(what=what, count=kernel["count"], ms=kernel["count"] * once * of_cycle)
             )
-    found += _delta_rule_parts(measured, programs[0], case)
+    found += _recurrent_parts(measured, programs[0], case)
     return found + _attention_parts(measured, programs, case)
 
 
-def _delta_rule_parts(
+def _recurrent_parts(
     measured: dict[str, Any], program: dict[str, Any], case: tuple[int, int, int]
 ) -> list[Part]:
-    """The kernels of the delta rule on a TPU, whose grids are as long as there is work: the states of all rows over
+    """The kernels for recurrent states on a TPU, whose grids are as long as there is work: the states of all rows over
     the bandwidth, or flops over the peak.
     """
-    kernels = [x for x in program["time"]["kernels"] if x["name"].startswith(_DELTA_RULE)]
     recurrence, chip, (count, query_len, _) = measured["recurrence"], measured["chip"], case
+    names = _ONE_TOKEN if query_len == 1 else _SEVERAL
+    kernels = [x for x in program["time"]["kernels"] if x["name"].startswith(names)]
     if not kernels or recurrence is None:
         return []
     flops = recurrence["flops_per_token" if query_len == 1 else "flops_in_prompts"]
@@ -136,7 +138,7 @@ def _delta_rule_parts(
     bound = "flops" if of_products > of_states else "bytes"
     calls = sum(kernel["count"] for kernel in kernels)
     ms = 1000 * max(of_states, of_products)
-    return [Part(what=f"delta rule ({bound}, at best)", count=calls, ms=ms)]
+    return [Part(what=f"recurrent states ({bound}, at best)", count=calls, ms=ms)]
 
 
 def _attention_parts(

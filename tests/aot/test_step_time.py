@@ -286,7 +286,7 @@ def test_the_kernels_of_the_delta_rule_take_their_bytes_or_flops():
         (part.count, part.ms)
         for step in (decode, prefill)
         for part in step.parts
-        if "delta rule" in part.what
+        if "recurrent states" in part.what
     ]
     chip = values["chip"]
     bytes_of_rows, flops = 2 * 64 * 10**6, 2048 * 10**9
