@@ -58,7 +58,9 @@ def _checks(
 def _error(states: jax.Array, tokens: Tokens, rows: list[_Row], found: tuple) -> float:
     """The largest relative error of a row's state or outputs; inf if another slot but the null slot has changed."""
     new, out = map(np.asarray, found)
-    before, lead = np.asarray(states), tokens.log_decay.ndim - 2  # axes of tokens
+    before = np.asarray(states)
+    # Tokens have one axis, or two in windows; outputs have the same.
+    lead = tokens.log_decay.ndim - 2
     flat = [oracle.float64(x).reshape(-1, *x.shape[lead:]) for x in tokens]
     out = out.reshape(-1, *out.shape[lead:])
     errors = [0.0]

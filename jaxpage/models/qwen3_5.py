@@ -6,6 +6,7 @@ these layers have.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,8 @@ def qwen3_5_config(
     """ModelConfig of a Qwen3.5, or of the text part of one that takes pictures. Raises ValueError for what is not
     supported.
     """
-    text = hf.get_text_config()
+    # A copy, since RoPE's parameters change, and pictures need those that the text part does without.
+    text = copy.copy(hf.get_text_config())
     architecture = (hf.architectures or ["?"])[0]
     given = text.rope_parameters
     if "vision" in facts:

@@ -1,5 +1,5 @@
-"""What a config.json of Qwen3-Next says of its layers. Logits are in `test_experts.py`, weights in
-`weights/test_interleaved.py`.
+"""What configs of Qwen3-Next and Qwen3.5 say of layers and RoPE. Logits are in `test_experts.py` and
+`test_dense_families.py`, the weights of Qwen3-Next in `weights/test_interleaved.py`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3_5Config
 
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.config import ModelConfig
+from jaxpage.models.qwen3_5 import qwen3_5_config, qwen3_5_pictures_config
 from jaxpage.models.registry import family
 
 # As released.
@@ -86,5 +88,19 @@ def test_what_does_not_exist_is_refused(tmp_path):
         config(tmp_path, linear_num_value_heads=40)
     with pytest.raises(ValueError, match="and both of them; config.json has full_attention"):
         config(tmp_path, full_attention_interval=1)
+    with pytest.raises(ValueError, match="decoder_sparse_step is 0 in config.json"):
+        config(tmp_path, decoder_sparse_step=0)
     with pytest.raises(ValueError, match="11 experts for each token of 10"):
         config(tmp_path, num_experts=10, num_experts_per_tok=11)
+
+
+def test_the_text_part_leaves_what_pictures_need():
+    """The order in which a config is read as text and with pictures does not matter."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [4, 2, 2]}
+    text = {"num_hidden_layers": 4, "head_dim": 64, "rope_parameters": rope}
+    hf = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"], text_config=text)
+    hf.vision_config.out_hidden_size = hf.text_config.hidden_size
+    alone = qwen3_5_config(hf, dtype="float32")
+    both = qwen3_5_pictures_config(hf, dtype="float32")
+    assert {rope.sections for rope in alone.ropes} == {None}
+    assert {tuple(map((rope.sections or ()).count, range(3))) for rope in both.ropes} == {(4, 2, 2)}
