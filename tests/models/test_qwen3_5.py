@@ -97,9 +97,12 @@ def test_what_does_not_exist_is_refused(tmp_path):
 def test_the_text_part_leaves_what_pictures_need():
     """The order in which a config is read as text and with pictures does not matter."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [4, 2, 2]}
-    text = {"num_hidden_layers": 4, "head_dim": 64, "rope_parameters": rope}
-    hf = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"], text_config=text)
-    hf.vision_config.out_hidden_size = hf.text_config.hidden_size
+    text = {"num_hidden_layers": 4, "hidden_size": 96, "head_dim": 64, "rope_parameters": rope}
+    hf = Qwen3_5Config(
+        architectures=["Qwen3_5ForConditionalGeneration"],
+        text_config=text,
+        vision_config={"out_hidden_size": 96},
+    )
     alone = qwen3_5_config(hf, dtype="float32")
     both = qwen3_5_pictures_config(hf, dtype="float32")
     assert {rope.sections for rope in alone.ropes} == {None}
