@@ -390,6 +390,43 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             tie_word_embeddings=True,
         ),
     ],
+    "qwen3_next": [
+        shape(
+            4,
+            2,
+            # With a smaller epsilon, torch's float32 logits can be 1e-4 from its float64 logits.
+            **qwen3_5(
+                4,
+                head_dim=16,
+                heads=(2, 4),
+                dims=(24, 16),
+                rope_parameters=PARTIAL,
+                rms_norm_eps=0.1,
+            ),
+            **qwen(6, 2, moe_intermediate_size=24, shared_expert_intermediate_size=32),
+        ),
+        # Layers 1 and 5 have experts, and MLPs are as wide as no expert.
+        shape(
+            8,
+            2,
+            hidden=64,
+            **qwen3_5(
+                6,
+                head_dim=32,
+                heads=(4, 12),
+                dims=(16, 8),
+                layer_types=[FULL, RECURRENT, RECURRENT, FULL, RECURRENT, RECURRENT],
+                linear_conv_kernel_dim=3,
+                rope_parameters=YARN | {"partial_rotary_factor": 0.5},
+            ),
+            **qwen(5, 3, moe_intermediate_size=16, shared_expert_intermediate_size=24),
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            norm_topk_prob=False,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+    ],
 }
 VARIANTS["granite_hybrid_moe"] = [
     shape(
@@ -430,6 +467,7 @@ CLASSES = {
     "gpt_oss": "GptOssConfig",
     "gemma4_moe": "Gemma4TextConfig",
     "qwen3_5_moe": "Qwen3_5MoeTextConfig",
+    "qwen3_next": "Qwen3NextConfig",
     "granite_hybrid_moe": "GraniteMoeHybridConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]

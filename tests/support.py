@@ -52,6 +52,7 @@ FAMILIES = {
     "gemma4_moe": "Gemma 4 (text), with experts",
     "qwen3_5": "Qwen3.5 (text), without experts",
     "qwen3_5_moe": "Qwen3.5 (text), with experts",
+    "qwen3_next": "Qwen3-Next",
     "granite_hybrid": "Granite 4, without experts",
     "granite_hybrid_moe": "Granite 4, with experts",
 }

@@ -7,7 +7,7 @@ import importlib.util
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.bench import attention_peers, oracle
-from jaxpage.bench.results import Bar, Context, Result, error_summary, failed, measured, missing
+from jaxpage.bench import attention_peers, delta_rule, oracle
+from jaxpage.bench.kernel_check import SAME, Check
+from jaxpage.bench.results import Context, Result, error_summary, failed, measured, missing
 from pallas_kernels.block_copy import cases as copy_cases
 from pallas_kernels.grouped_matmul import cases as grouped_cases
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
@@ -33,8 +34,6 @@ from pallas_kernels.rope import cases as rope_cases
 from pallas_kernels.rope import reference as rope_definition
 from pallas_kernels.tile_sizes import tuned_sizes
 
-BAR = Bar("<=", 1e-2)  # relative, in bfloat16
-SAME = Bar("<=", 0)
 OPERATIONS = (
     "paged_attention",
     "matmul",
@@ -43,6 +42,7 @@ OPERATIONS = (
     "block_copy",
     "kv_write",
     "rope",
+    "delta_rule",
 )
 ROWS = ("q", "pool", "block_table", "kv_lens", "query_starts")
 THREADS = 8  # to compile with
@@ -57,18 +57,6 @@ TINY_DECODE = dict(query_lens=(1, 1, 0), kv_lens=(17, 64, 0))
 TINY_MIXED = dict(query_lens=(1, 9, 0, 2), kv_lens=(33, 20, 0, 5))
 
 
-@dataclass
-class Check:
-    """A program to check: `run` is compiled for `arguments`, `error` computes the error of its result."""
-
-    name: str
-    run: Callable[..., Any]
-    arguments: tuple
-    error: Callable[[Any], float]
-    bar: Bar = BAR
-    unit: str = ""
-
-
 def measure(context: Context) -> Iterator[Result]:
     """One result for each check; kernels for other platforms are reported as missing."""
     platform, absent = attention_peers.kernels_of(jax.devices()[0])
@@ -79,7 +67,7 @@ def measure(context: Context) -> Iterator[Result]:
     # On the host, because compiling the many small programs that create arguments would take minutes for a GPU.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         products = _attention_checks, _matmul_checks, _quant_checks, _grouped_checks
-        kinds = *products, _copy_checks, _write_checks, _rope_checks
+        kinds = *products, _copy_checks, _write_checks, _rope_checks, delta_rule.checks
         checks = [check for kind in kinds for check in kind(platform, context.tiny)]
     for check in checks:
         check.arguments = jax.device_put(check.arguments, jax.devices()[0])

@@ -1,4 +1,5 @@
-"""Attention and products in float64 with NumPy, directly from their formulas: the reference for kernels.
+"""Attention, the delta rule and products in float64 with NumPy, directly from their formulas: the reference for
+kernels.
 
 Shares no code with the kernels or their definitions.
 """
@@ -84,6 +85,28 @@ def _row(q: np.ndarray, kv: np.ndarray, arguments: Mapping[str, Any]) -> np.ndar
         total = total + np.exp(sink - top)
     out = (weights / total) @ values[:, None]
     return out.transpose(2, 0, 1, 3).reshape(count, num_heads, head_dim)
+
+
+def delta_rule(
+    state: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    log_decay: np.ndarray,
+    beta: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The state [N, J, D, F] after T tokens of one sequence, and their outputs [T, N, J, F]; float64.
+
+    q, k: [T, N, D], v: [T, N, J, F], log_decay, beta: [T, N, J]. The definition is the docstring of
+    `pallas_kernels.delta_rule.reference`.
+    """
+    out = np.zeros(v.shape)
+    for t in range(len(v)):
+        state = state * np.exp(log_decay[t])[..., None, None]
+        correction = beta[t][..., None] * (v[t] - np.einsum("njdf,nd->njf", state, k[t]))
+        state = state + np.einsum("nd,njf->njdf", k[t], correction)
+        out[t] = np.einsum("njdf,nd->njf", state, q[t])
+    return state, out
 
 
 def worst_row(out: jax.Array, starts: jax.Array, expected: Rows) -> float:

@@ -1,7 +1,8 @@
-"""Layers with a recurrent state: Gated DeltaNet (https://arxiv.org/abs/2412.06464), as Qwen3.5 has it.
+"""Layers with a recurrent state: Gated DeltaNet (https://arxiv.org/abs/2412.06464), as Qwen3.5 and
+Qwen3-Next have it.
 
-Attribute paths are the checkpoint's names, but what it has in one projection of q, k and v is three here: a device of
-several has some heads of each.
+Attribute paths are the checkpoint's names, but what it has in one projection of q, k and v, and more in Qwen3-Next, are
+several here: a device of several has some heads of each.
 
 Letters: T tokens, E model dim, N key heads, J value heads for each, D key dim, F value dim, W taps.
 """
@@ -46,7 +47,9 @@ class Convolutions(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Projections, a convolution, the gated delta rule, a gated norm (transformers' Qwen3_5GatedDeltaNet)."""
+    """Projections, a convolution, the gated delta rule, a gated norm (transformers' Qwen3_5GatedDeltaNet and
+    Qwen3NextGatedDeltaNet).
+    """
 
     def __init__(self, config: ModelConfig, index: int):
         assert config.gated_delta is not None

@@ -82,7 +82,13 @@ def qwen3_moe_config(
 def qwen_experts(
     hf: PretrainedConfig, *, shares_add_up_to_one: bool, shared_size: int | None = None
 ) -> ExpertsConfig | None:
-    """Every `decoder_sparse_step`th layer has experts, except those in `mlp_only_layers`; None if none has."""
+    """Every `decoder_sparse_step`th layer has experts, except those in `mlp_only_layers`; None if none has. Raises
+    ValueError.
+    """
+    if hf.decoder_sparse_step < 1:
+        raise ValueError(
+            f"decoder_sparse_step is {hf.decoder_sparse_step} in config.json; it must be a positive number of layers"
+        )
     layers = tuple(
         index
         for index in range(hf.num_hidden_layers)

@@ -1,10 +1,13 @@
-"""Qwen3.5: most layers have a recurrent state in place of keys and values, the others gated attention.
+"""Qwen3.5 and Qwen3-Next: most layers have a recurrent state in place of keys and values, the others gated attention.
 
-Its pictures are those of Qwen3-VL. Knows transformers' names of the options.
+Pictures of Qwen3.5 are those of Qwen3-VL. Knows transformers' names of the options, and how checkpoints store what
+these layers have.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,9 +24,11 @@ from jaxpage.models.decoder import (
 )
 from jaxpage.models.gated_delta_net import GatedDeltaNet
 from jaxpage.models.layers import Linear, Normal, OffsetRMSNorm
+from jaxpage.models.mixtures import qwen_experts
 from jaxpage.models.qwen3_vl import Qwen3VisionTower, tower_config
 from jaxpage.models.recurrence import Recurrence
 from jaxpage.models.rope import Rotation
+from jaxpage.models.sources import Place, Source, separate_experts
 from jaxpage.models.vision import PictureLM, check_embeddings
 from jaxpage.pictures.qwen_vision import Qwen3VisionConfig
 
@@ -105,7 +110,7 @@ _PARTS = {"layer": HybridLayer, "norm": OffsetRMSNorm}
 
 
 def qwen3_5(config: ModelConfig) -> CausalLM:
-    """A Qwen3.5 text model."""
+    """A Qwen3.5 text model, or a Qwen3-Next."""
     return CausalLM(config, **_PARTS)
 
 
@@ -121,7 +126,8 @@ def qwen3_5_config(
     """ModelConfig of a Qwen3.5, or of the text part of one that takes pictures. Raises ValueError for what is not
     supported.
     """
-    text = hf.get_text_config()
+    # A copy, since RoPE's parameters change, and pictures need those that the text part does without.
+    text = copy.copy(hf.get_text_config())
     architecture = (hf.architectures or ["?"])[0]
     given = text.rope_parameters
     if "vision" in facts:
@@ -148,6 +154,25 @@ def qwen3_5_pictures_config(
     vision = tower_config(hf.vision_config)
     check_embeddings(vision.out_hidden_size, hf.get_text_config())
     return qwen3_5_config(hf, dtype=dtype, max_model_len=max_model_len, vision=vision)
+
+
+def qwen3_next_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Qwen3NextForCausalLM. Raises ValueError for what is not supported."""
+    experts = qwen_experts(
+        hf,
+        shares_add_up_to_one=bool(hf.norm_topk_prob),
+        shared_size=hf.shared_expert_intermediate_size,
+    )
+    return decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        qk_norm=True,
+        gated_delta=_gated_delta(hf, (hf.architectures or ["?"])[0]),
+        experts=experts,
+    )
 
 
 def _gated_delta(text: PretrainedConfig, architecture: str) -> GatedDelta:
@@ -197,3 +222,57 @@ def _experts(text: PretrainedConfig) -> dict[str, Any]:
         shared_size=text.shared_expert_intermediate_size,
     )
     return {"experts": experts, "intermediate_size": text.moe_intermediate_size}
+
+
+def fused_delta_nets(config: ModelConfig) -> dict[str, Place]:
+    """Qwen3.5: a recurrent layer's rows of q, k and v in one projection and one convolution; experts in one tensor, or
+    each in its own.
+    """
+    return _fused(config, {"qkv": _qkv(config)}, groups=1)
+
+
+def interleaved_delta_nets(config: ModelConfig) -> dict[str, Place]:
+    """Qwen3-Next: the same, but the rows of a projection are by key head: those of q, k, v and z for each, and in
+    another projection those of b and a.
+    """
+    sizes = config.gated_delta
+    assert sizes is not None
+    values = sizes.values_per_key * sizes.value_dim
+    projections = {
+        "qkvz": {"q": sizes.key_dim, "k": sizes.key_dim, "v": values, "z": values},
+        "ba": {"b": sizes.values_per_key, "a": sizes.values_per_key},
+    }
+    return _fused(config, projections, groups=sizes.num_key_heads)
+
+
+def _qkv(config: ModelConfig) -> dict[str, int]:
+    """Rows of q, k and v."""
+    sizes = config.gated_delta
+    assert sizes is not None
+    keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
+    return {"q": keys, "k": keys, "v": values}
+
+
+def _fused(
+    config: ModelConfig, projections: dict[str, dict[str, int]], *, groups: int
+) -> dict[str, Place]:
+    """projections: name of a projection in checkpoints -> its parts, and the rows of each in each of its `groups`."""
+    assert config.gated_delta is not None
+    places = separate_experts(config)
+    for i in config.gated_delta.layers:
+        layer = f"model.layers.{i}.linear_attn"
+        for part, source in _parts(f"{layer}.conv1d.weight", _qkv(config)).items():
+            places[f"{layer}.conv.{part}"] = source
+        for name, sizes in projections.items():
+            for part, source in _parts(f"{layer}.in_proj_{name}.weight", sizes, groups).items():
+                places[f"{layer}.in_proj_{part}.weight"] = source
+    return places
+
+
+def _parts(tensor: str, sizes: dict[str, int], groups: int = 1) -> dict[str, Source]:
+    """The rows of each part, which follow each other in the tensor, or in each of its groups."""
+    ends = itertools.accumulate(sizes.values())
+    return {
+        part: Source(tensor, end - size, end, groups)
+        for (part, size), end in zip(sizes.items(), ends, strict=True)
+    }

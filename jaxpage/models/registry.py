@@ -62,10 +62,13 @@ from jaxpage.models.mixtures import (
 from jaxpage.models.olmo import exaone4_config, olmo, post_norm
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
 from jaxpage.models.qwen3_5 import (
+    fused_delta_nets,
+    interleaved_delta_nets,
     qwen3_5,
     qwen3_5_config,
     qwen3_5_pictures_config,
     qwen3_5_with_pictures,
+    qwen3_next_config,
 )
 from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config, qwen3_vl_moe_config
 from jaxpage.models.sources import (
@@ -75,7 +78,6 @@ from jaxpage.models.sources import (
     ernie_name,
     further_layer,
     further_predictors,
-    fused_delta_nets,
     fused_gate_up,
     fused_projections,
     gemma4_experts,
@@ -247,6 +249,12 @@ REGISTRY: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": _QWEN_3_5,
     "Qwen3_5MoeForConditionalGeneration": _QWEN_3_5_WITH_PICTURES,
     "Qwen3MoeForCausalLM": Family(config_from_hf=qwen3_moe_config, weight_map=separate_experts),
+    "Qwen3NextForCausalLM": Family(
+        config_from_hf=qwen3_next_config,
+        module=qwen3_5,
+        weight_map=interleaved_delta_nets,
+        is_idle=further_predictors,
+    ),
     "Qwen3VLForConditionalGeneration": Family(
         config_from_hf=qwen3_vl_config,
         module=qwen3_vl,

@@ -6,16 +6,28 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from jaxpage.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows `start .. stop` of a checkpoint's tensor; all by default."""
+    """Rows `start .. stop` of a checkpoint's tensor; all by default. If the rows are `groups` equal groups, one after
+    the other: these rows of each group.
+    """
 
     tensor: str
     start: int = 0
     stop: int | None = None
+    groups: int = 1
+
+    def rows(self, num_rows: int) -> slice | np.ndarray:
+        """The index of these rows in a tensor that has `num_rows`."""
+        part = slice(self.start, self.stop)
+        if self.groups == 1:
+            return part
+        return np.arange(num_rows).reshape(self.groups, -1)[:, part].reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,7 @@ def shared_kv(config: ModelConfig, name: str) -> bool:
 
 
 def further_predictors(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor is of Qwen3.5's layers that predict further tokens."""
+    """Whether a tensor is of layers of Qwen3.5 and Qwen3-Next that predict further tokens."""
     del config
     return name.startswith("mtp.")
 
@@ -187,22 +199,6 @@ def fused_projections(config: ModelConfig) -> dict[str, Place]:
         for i in range(config.num_layers)
         for part, (fused, start, stop) in parts.items()
     }
-
-
-def fused_delta_nets(config: ModelConfig) -> dict[str, Place]:
-    """Qwen3.5: rows of q, k and v in one projection and one convolution; experts in one tensor, or each in its own."""
-    sizes = config.gated_delta
-    assert sizes is not None
-    keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
-    rows = {"q": (0, keys), "k": (keys, 2 * keys), "v": (2 * keys, 2 * keys + values)}
-    places: dict[str, Place] = separate_experts(config)
-    for i in sizes.layers:
-        layer = f"model.layers.{i}.linear_attn"
-        for part, (start, stop) in rows.items():
-            ours = f"{layer}.in_proj_{part}.weight"
-            places[ours] = Source(f"{layer}.in_proj_qkv.weight", start, stop)
-            places[f"{layer}.conv.{part}"] = Source(f"{layer}.conv1d.weight", start, stop)
-    return places
 
 
 def fused_gate_up(config: ModelConfig) -> dict[str, Place]:

@@ -7,6 +7,7 @@ know which slots exist, or who uses them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -36,9 +37,9 @@ def adapter_reader(
     def read(folder: str) -> list[np.ndarray]:
         stored = read_adapter(folder, layers, max_rank=max_rank)
         halves = {
-            layer: LowRank(stored[s.tensor].a, stored[s.tensor].b[s.start : s.stop])
-            for layer, s in sources.items()
-            if s.tensor in stored
+            layer: LowRank(found.a, found.b[source.rows(len(found.b))])
+            for layer, source in sources.items()
+            if (found := stored.get(source.tensor)) is not None
         }
         return [_filled(array, halves, folder) for array in arrays]
 
@@ -52,7 +53,7 @@ def _sources(arrays: list[AdapterArray], weight_map: Mapping[str, Place]) -> dic
     for layer in sorted(layers):
         source = weight_map.get(f"{layer}.weight", Source(f"{layer}.weight"))
         assert isinstance(source, Source), f"{layer} is no linear layer"
-        found[layer] = Source(source.tensor.removesuffix(".weight"), source.start, source.stop)
+        found[layer] = replace(source, tensor=source.tensor.removesuffix(".weight"))
     return found
 
 
@@ -66,7 +67,8 @@ def _shapes(
         if not array.is_a:
             (layer,) = array.layers
             source = sources[layer]
-            num_out = max(source.start + array.shape[0], *shapes.get(source.tensor, (0, 0))[:1])
+            stop = source.groups * source.start + array.shape[0]
+            num_out = max(stop, *shapes.get(source.tensor, (0, 0))[:1])
             shapes[source.tensor] = (num_out, num_in[layer])
     return shapes
 

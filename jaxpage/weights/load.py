@@ -258,7 +258,7 @@ def _check_rows(places: Iterable[Place], stored: Tensors) -> None:
     rows: dict[str, int] = {}
     for source in places:
         if isinstance(source, Source) and source.stop is not None:
-            rows[source.tensor] = max(rows.get(source.tensor, 0), source.stop)
+            rows[source.tensor] = max(rows.get(source.tensor, 0), source.groups * source.stop)
     for name, wanted in rows.items():
         found = stored[name].shape[0]
         if found != wanted:

@@ -33,12 +33,12 @@ class Unpacked:
     groups: np.ndarray | None = None
     group_size: int = 0  # without `groups`
 
-    def rows(self, start: int, stop: int) -> Unpacked:
-        """Outputs `start .. stop`."""
+    def rows(self, index: slice | np.ndarray) -> Unpacked:
+        """Some outputs."""
         return Unpacked(
-            self.q[start:stop],
-            self.scale[..., start:stop],
-            None if self.zero is None else self.zero[:, start:stop],
+            self.q[index],
+            self.scale[..., index],
+            None if self.zero is None else self.zero[:, index],
             self.groups,
             self.group_size,
         )
@@ -94,7 +94,7 @@ class QuantizedTensor:
     def read(self, index: Index = ()) -> np.ndarray:
         """float32, `weight[index]`."""
         start, stop, _ = (index[0] if index else slice(None)).indices(self.shape[0])
-        values = unpacked(self).rows(start, max(start, stop)).values()
+        values = unpacked(self).rows(slice(start, max(start, stop))).values()
         return values[(slice(None), *index[1:])]
 
 

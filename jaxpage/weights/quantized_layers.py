@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -169,8 +169,7 @@ class QuantizedRows:
     """Some outputs of a tensor, as the arrays of a `QuantizedWeight`."""
 
     tensor: QuantizedTensor
-    start: int
-    stop: int
+    place: Source  # with a `stop`
     num_groups: int | None  # None: a scale for each output
     has_zeros: bool
 
@@ -272,8 +271,8 @@ def parts_of(
             raise ValueError(
                 f"{source.tensor} is quantised according to config.json, but the checkpoint {found}: {_ADVICE}"
             )
-        stop = tensor.shape[0] if source.stop is None else source.stop
-        found = QuantizedRows(tensor, source.start, stop, num_groups, paths.zero in wanted)
+        place = replace(source, stop=tensor.shape[0]) if source.stop is None else source
+        found = QuantizedRows(tensor, place, num_groups, paths.zero in wanted)
         check(found)
         return found
 
@@ -288,8 +287,10 @@ def _check(
     path: str, shape: tuple[int, int], number: np.dtype, num_groups: int | None, rows: QuantizedRows
 ) -> None:
     """Raise ValueError if these outputs do not fit the parameter."""
-    tensor = rows.tensor
-    if (rows.stop - rows.start, tensor.shape[1]) != shape or rows.stop > tensor.shape[0]:
+    tensor, place = rows.tensor, rows.place
+    assert place.stop is not None
+    num_out = place.groups * (place.stop - place.start)
+    if (num_out, tensor.shape[1]) != shape or place.groups * place.stop > tensor.shape[0]:
         raise ValueError(
             f"{tensor.name} has shape {list(tensor.shape)} in the checkpoint; {path} of the model wants "
             f"{list(shape)} of it: check that config.json belongs to the weights"
@@ -326,7 +327,7 @@ def _found(entries: tuple[tuple[QuantizedRows, ...], ...]) -> dict[int, dict[str
 
 def _parts(rows: QuantizedRows) -> dict[str, np.ndarray]:
     tensor, num_groups = rows.tensor, rows.num_groups
-    whole = unpacked(tensor).rows(rows.start, rows.stop)
+    whole = unpacked(tensor).rows(rows.place.rows(tensor.shape[0]))
     if whole.groups is not None:
         raise ValueError(
             f"{tensor.name} has groups of inputs that are not adjacent, and those of the model are: {_ADVICE}"

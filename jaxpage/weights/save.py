@@ -176,7 +176,7 @@ def _tensors(arrays: Arrays, config: ModelConfig) -> dict[str, Tensor]:
     """Hugging Face's tensors: each is one parameter, several that the family stores as one, or a part of one."""
     places = weight_map(config)
     tensors: dict[str, Tensor] = {}
-    rows: dict[str, list[tuple[int, Any]]] = {}
+    rows: dict[str, list[tuple[Source, Any]]] = {}
     for path, array in arrays.items():
         place = places.get(path, Source(path))
         if isinstance(place, Stacked) and place.turns:
@@ -191,10 +191,21 @@ def _tensors(arrays: Arrays, config: ModelConfig) -> dict[str, Tensor]:
             tensors[place.tensor] = [Part(array, (), place)]
         else:
             tensors[place.tensor] = []  # a placeholder, to keep it beside its layer's tensors
-            rows.setdefault(place.tensor, []).append((place.start, array))
+            rows.setdefault(place.tensor, []).append((place, array))
     for name, parts in rows.items():
-        tensors[name] = [Part(array) for _, array in sorted(parts, key=lambda part: part[0])]
+        parts.sort(key=lambda part: part[0].start)
+        tensors[name] = [
+            Part(array, _rows_of(array, group, place.groups))
+            for group in range(parts[0][0].groups)
+            for place, array in parts
+        ]
     return tensors
+
+
+def _rows_of(array: Any, group: int, groups: int) -> tuple[slice]:
+    """The index of the rows of one of `groups` equal groups."""
+    size = array.shape[0] // groups
+    return (slice(group * size, (group + 1) * size),)
 
 
 def _parts_of_experts(array: Any, place: Stacked) -> dict[str, Tensor]:

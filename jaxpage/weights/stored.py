@@ -41,11 +41,12 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a tensor."""
+    """Rows `start .. stop` of each of the equal groups of a tensor's rows."""
 
     tensor: Stored
     start: int
     stop: int
+    groups: int = 1
 
     @property
     def name(self) -> str:
@@ -57,12 +58,18 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.stop - self.start, *self.tensor.shape[1:])
+        return (self.groups * (self.stop - self.start), *self.tensor.shape[1:])
 
     def read(self, index: Index = ()) -> np.ndarray:
         first, last = _bounds(index, self.shape)[0]
-        rows = slice(self.start + first, self.start + last)
-        return self.tensor.read((rows, *index[1:]))
+        size, of_group = self.stop - self.start, self.tensor.shape[0] // self.groups
+        parts = []
+        for group in range(first // size, max(-(-last // size), first // size + 1)):
+            # Of the rows of this group, those that are wanted.
+            begin, end = max(first - group * size, 0), min(last - group * size, size)
+            at = group * of_group + self.start
+            parts.append(self.tensor.read((slice(at + begin, at + end), *index[1:])))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -196,7 +203,7 @@ def stored_parameter(
     found = [tensors[name] for name in names]
     first = found[0]
     if isinstance(place, Source) and place.stop is not None:
-        rows = Rows(first, place.start, place.stop)
+        rows = Rows(first, place.start, place.stop, place.groups)
         _check_shape(first, rows.shape, shape, path, shape)
         return rows
     is_whole = isinstance(place, Stacked) and names == (place.whole or path,)

@@ -18,6 +18,7 @@ from jaxpage import cli, tiny
 from jaxpage.bench import (
     attention,
     attention_peers,
+    delta_rule,
     device_time,
     kernels,
     oracle,
@@ -267,6 +268,7 @@ def test_a_wrong_kernel_does_not_pass(tmp_path, monkeypatch):
     wrong = {"int8": 1.02, "fp8_e4m3": jnp.nan, "int4": 1.0}
     for others in ("attention", "grouped", "copy", "write", "rope"):
         monkeypatch.setattr(kernels, f"_{others}_checks", lambda *_: [])
+    monkeypatch.setattr(delta_rule, "checks", lambda *_: [])
     monkeypatch.setattr(
         xla, "quant_matmul", lambda x, w, **options: right(x, w, **options) * wrong[w.format]
     )

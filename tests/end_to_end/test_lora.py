@@ -266,15 +266,23 @@ def test_a_family_with_experts(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_a_family_with_a_recurrent_state(family, tmp_path):
-    """An adapter has one pair of halves for q, k and v of such a layer, and q_proj has gates beside queries."""
+@pytest.mark.parametrize(
+    ("family", "projections"),
+    [
+        ("qwen3_5", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
+        ("qwen3_5_moe", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
+        ("qwen3_next", ("in_proj_qkvz", "in_proj_ba")),
+    ],
+)
+def test_a_family_with_a_recurrent_state(family, projections, tmp_path):
+    """An adapter has one pair of halves for q, k and v of such a layer, for more in Qwen3-Next, and q_proj has gates
+    beside queries.
+    """
     build = mixtures.build if family in mixtures.VARIANTS else dense_families.build
-    recurrent = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     kinds = [
-        {"rank": 4, "targets": (*attention, *recurrent)},
-        {"rank": 3, "targets": ("in_proj_qkv",)},
+        {"rank": 4, "targets": (*attention, *projections, "out_proj")},
+        {"rank": 3, "targets": projections[:1]},
     ]
     check_family(Adapted(tmp_path, family, 0, kinds, build))
 

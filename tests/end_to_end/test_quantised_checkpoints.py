@@ -37,14 +37,18 @@ CASES = [
     ("qwen2", "gptq-4-act-order", 0),
     ("qwen3_5", "fp8-block", 16),
     ("qwen3_5_moe", "awq-g32", 24),
+    ("qwen3_next", "fp8-block", 24),
+    ("qwen3_next", "gptq-4-asym", 24),
 ]
 _RECURRENT = dense_families.qwen3_5(4, head_dim=32, heads=(2, 4), dims=(64, 64))
 # Of a family: its own sizes, and the layers that released checkpoints leave as floats.
 OWN_SIZES = {
     "qwen3_5": _RECURRENT,
     "qwen3_5_moe": _RECURRENT | {"shared_expert_intermediate_size": 128},
+    "qwen3_next": _RECURRENT
+    | {"shared_expert_intermediate_size": 128, "rope_parameters": mixtures.PARTIAL},
 }
-FLOATS = dict.fromkeys(OWN_SIZES, ("lm_head", "in_proj_a", "in_proj_b"))
+FLOATS = dict.fromkeys(OWN_SIZES, ("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba"))
 
 
 class Checkpoint:

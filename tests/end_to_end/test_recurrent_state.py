@@ -28,7 +28,11 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = prompts_of((30, 7, 1, 20))
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, detokenize=False)
-BUILD = {"qwen3_5": dense_families.build, "qwen3_5_moe": mixtures.build}
+BUILD = {
+    "qwen3_5": dense_families.build,
+    "qwen3_5_moe": mixtures.build,
+    "qwen3_next": mixtures.build,
+}
 
 
 def make_llm(path, **options):
