@@ -169,7 +169,7 @@ def _build(
         most_patches=0 if sized[0].picture_spec is None else sized[0].picture_spec.sizes[-1],
         adapters=_make_adapters(config, model) if config.enable_lora else None,
         research=sized[0].research,
-        has_recurrent_state=model.config.gated_delta is not None,
+        has_recurrent_state=model.config.recurrent is not None,
         memory=None if is_shared else DeviceMemory(sized[0], parts[0][1], runners[0]),
     )
 

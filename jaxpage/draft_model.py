@@ -113,7 +113,7 @@ def named_errors() -> Iterator[None]:
 
 
 def _check(drafts: ModelConfig, model: ModelConfig) -> None:
-    if drafts.gated_delta is not None:
+    if drafts.recurrent is not None:
         raise ValueError(
             f"{drafts.architecture} has layers with a recurrent state, from which wrong drafts cannot be taken back"
         )

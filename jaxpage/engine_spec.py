@@ -141,7 +141,7 @@ class EngineSpec:
             processors=processors_of(config),
             prompt_embeds=config.enable_prompt_embeds,
             pictures=self.picture_spec,
-            gated_delta=model.gated_delta,
+            recurrent=model.recurrent,
             num_cached_states=num_cached_states(
                 config,
                 model,

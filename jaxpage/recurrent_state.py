@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpage.config import ResolvedConfig
-from jaxpage.models.config import GatedDelta, ModelConfig
+from jaxpage.models.config import ModelConfig, RecurrentLayers
 
 # Of a device's memory:
 _MOST_STATES = 0.2  # for the states of sequences
@@ -32,7 +32,7 @@ def with_recurrent_state(
 
     Raises ValueError for what needs earlier states, or states outside the device.
     """
-    if model.gated_delta is None:
+    if model.recurrent is None:
         return config
     reasons = {
         "speculative_config": (
@@ -61,7 +61,7 @@ def num_cached_states(
     """States in the prefix cache: as many as fit in a part of the memory, but at least one and at most two for each
     running sequence, which keeps two when it begins. 0 without prefix cache, or if the model has no such state.
     """
-    if model.gated_delta is None or not config.enable_prefix_caching:
+    if model.recurrent is None or not config.enable_prefix_caching:
         return 0
     fitting = _num_fitting(_MOST_CACHED, model, device_bytes, num_devices)
     return min(max(fitting, 1), 2 * config.max_num_seqs)
@@ -69,14 +69,14 @@ def num_cached_states(
 
 def _num_fitting(part: float, model: ModelConfig, device_bytes: int, num_devices: int) -> int:
     """How many states have room in a part of the memory of each device."""
-    assert model.gated_delta is not None
+    assert model.recurrent is not None
     # See `runner.recurrence.recurrent_axes`.
-    shares = 1 if model.gated_delta.num_key_heads % num_devices else num_devices
+    shares = 1 if model.recurrent.num_key_heads % num_devices else num_devices
     most = int(part * device_bytes) * shares
-    return most // sequence_bytes(model.gated_delta, model.dtype)
+    return most // sequence_bytes(model.recurrent, model.dtype)
 
 
-def sequence_bytes(sizes: GatedDelta, dtype: DTypeLike) -> int:
+def sequence_bytes(sizes: RecurrentLayers, dtype: DTypeLike) -> int:
     """Bytes of the state of one sequence in all layers."""
     state = 4 * sizes.num_value_heads * sizes.key_dim * sizes.value_dim
     inputs = jnp.dtype(dtype).itemsize * (sizes.num_taps - 1) * sizes.num_channels

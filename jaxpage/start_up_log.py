@@ -47,7 +47,7 @@ def log_engine(spec: EngineSpec, slow_products: set[str], *, level: int = loggin
         logger.log(level_of(drafts.no_kernel_reason), "%s", draft_model_line(spec, drafts))
     logger.log(level_of(spec.no_kernel_reason), "%s", device_line(spec))
     logger.log(level, "%s", kv_cache_line(spec))
-    if spec.step_spec.gated_delta is not None:
+    if spec.step_spec.recurrent is not None:
         logger.log(level, "%s", recurrent_state_line(spec))
     if level < logging.INFO:
         return
@@ -119,8 +119,8 @@ def kv_cache_line(spec: EngineSpec) -> str:
 def recurrent_state_line(spec: EngineSpec) -> str:
     """Of running sequences and of the prefix cache, with their bytes on all devices."""
     model, number = spec.model.config, spec.config.max_num_seqs
-    assert model.gated_delta is not None
-    size = sequence_bytes(model.gated_delta, model.dtype)
+    assert model.recurrent is not None
+    size = sequence_bytes(model.recurrent, model.dtype)
     num_cached = spec.step_spec.num_cached_states
     cached = f"{_short(num_cached * size)}B for {num_cached} in the" if num_cached else "no"
     return f"state     {_short(number * size)}B of recurrent state for {number} sequences, {cached} prefix cache"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from jaxpage.engine_spec import EngineSpec
-from jaxpage.models.config import GatedDelta
+from jaxpage.models.config import RecurrentLayers
 from jaxpage.ops.delta_rule import CHUNK
 from jaxpage.recurrent_state import sequence_bytes
 from jaxpage.runner.recurrence import recurrent_axes
@@ -22,7 +22,7 @@ def numbers_of_recurrence(spec: EngineSpec) -> dict[str, int] | None:
     without recurrent state.
     """
     model = spec.model.config
-    sizes = model.gated_delta
+    sizes = model.recurrent
     if sizes is None:
         return None
     shares, layers = _shares(spec, sizes), len(sizes.layers)
@@ -34,7 +34,7 @@ def numbers_of_recurrence(spec: EngineSpec) -> dict[str, int] | None:
     }
 
 
-def flops_of_a_token(sizes: GatedDelta) -> int:
+def flops_of_a_token(sizes: RecurrentLayers) -> int:
     """Of `ops.delta_rule` for one token in one layer: 7 N J D F. The state decays (1), is multiplied by the key (2), is
     corrected (2), and is multiplied by the query (2). Mamba-2 corrects nothing: 5 N J D F.
     """
@@ -42,7 +42,7 @@ def flops_of_a_token(sizes: GatedDelta) -> int:
     return number * sizes.num_value_heads * sizes.key_dim * sizes.value_dim
 
 
-def flops_in_a_chunk(sizes: GatedDelta) -> int:
+def flops_in_a_chunk(sizes: RecurrentLayers) -> int:
     """The same for each token of a chunk: 4 N C D for the products of keys with keys and queries, and for each of N J
     heads 4 C^2 log2(C) for the inverse, 2 C (F + D) for its products with values and keys, 6 D F for those with the
     state, and 2 C F for that of scores and values. Mamba-2: 2 N C D for the products of keys with queries, 2 C F and 4 D
@@ -59,7 +59,7 @@ def flops_in_a_chunk(sizes: GatedDelta) -> int:
 
 def temp_bytes_of_recurrence(spec: EngineSpec) -> int:
     """In addition to `steps.most_temp_bytes`: what a step prepares of all chunks, in float32, and results."""
-    sizes = spec.model.config.gated_delta
+    sizes = spec.model.config.recurrent
     if sizes is None:
         return 0
     of_a_head = 4 * (sizes.key_dim + sizes.value_dim + CHUNK)
@@ -67,6 +67,6 @@ def temp_bytes_of_recurrence(spec: EngineSpec) -> int:
     return 4 * num_tokens * sizes.num_value_heads * of_a_head // _shares(spec, sizes)
 
 
-def _shares(spec: EngineSpec, sizes: GatedDelta) -> int:
+def _shares(spec: EngineSpec, sizes: RecurrentLayers) -> int:
     """Among how many devices the heads are divided."""
     return spec.num_devices if recurrent_axes(sizes, spec.num_devices) else 1

@@ -107,7 +107,7 @@ class MambaOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDelta:
+class RecurrentLayers:
     """Layers with a recurrent state in place of keys and values, see `gated_delta_net` and `mamba2`. It is float32 of
     `state_shape`, and the last W - 1 inputs of the convolution.
     """
@@ -202,13 +202,13 @@ class ModelConfig:
     # them with the same window.
     num_kv_shared_layers: int = 0
     gemma4: Gemma4Options | None = None
-    gated_delta: GatedDelta | None = None
+    recurrent: RecurrentLayers | None = None
     eagle: EagleOptions | None = None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers without a recurrent state."""
-        recurrent = () if self.gated_delta is None else self.gated_delta.layers
+        recurrent = () if self.recurrent is None else self.recurrent.layers
         return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
 
     @property

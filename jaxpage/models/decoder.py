@@ -276,7 +276,7 @@ class Decoder(nnx.Module):
         more: dict[str, Any] = {}
         if self.config.experts is not None:
             more = {"is_token": inputs.is_token, "load": inputs.expert_load}
-        if self.config.gated_delta is not None:
+        if self.config.recurrent is not None:
             more["recurrence"] = inputs.recurrence
         return [more] * self.config.num_layers
 

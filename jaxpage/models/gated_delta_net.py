@@ -26,7 +26,7 @@ class Convolutions(nnx.Module):
 
     def __init__(self, config: ModelConfig, keys: int, values: int):
         """keys, values: number of channels."""
-        sizes = config.gated_delta
+        sizes = config.recurrent
         assert sizes is not None
 
         def taps(num_channels: int) -> nnx.Param:
@@ -52,8 +52,8 @@ class GatedDeltaNet(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, index: int):
-        assert config.gated_delta is not None
-        self.config, self.index = config.gated_delta, index
+        assert config.recurrent is not None
+        self.config, self.index = config.recurrent, index
         sizes, embed, dtype = self.config, config.hidden_size, config.dtype
         num_heads, num_values = sizes.num_key_heads, sizes.num_value_heads
         init = Normal(config.initializer_range)

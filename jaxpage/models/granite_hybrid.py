@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import ExpertsConfig, GatedDelta, MambaOptions, ModelConfig
+from jaxpage.models.config import ExpertsConfig, MambaOptions, ModelConfig, RecurrentLayers
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.granite import GraniteLayer, granite_config
 from jaxpage.models.mamba2 import MIXED, Mamba2, part_sizes
@@ -31,7 +31,7 @@ class GraniteHybridLayer(GraniteLayer):
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
-        if config.gated_delta is not None and index in config.gated_delta.layers:
+        if config.recurrent is not None and index in config.recurrent.layers:
             del self.self_attn
             self.mamba = Mamba2(config, index)
 
@@ -116,7 +116,7 @@ def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:
             f"GraniteMoeHybridForCausalLM: hidden_act is {hf.hidden_act!r}; supported is 'silu'"
         )
     least, most = hf.time_step_limit or (0.0, float("inf"))
-    sizes = GatedDelta(
+    sizes = RecurrentLayers(
         layers=tuple(index for index, kind in enumerate(kinds) if kind == _RECURRENT),
         num_key_heads=groups,
         values_per_key=heads // groups,
@@ -129,7 +129,7 @@ def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:
             time_steps=(float(least), float(most)),
         ),
     )
-    return {"gated_delta": sizes}
+    return {"recurrent": sizes}
 
 
 def granite_hybrid_parts(config: ModelConfig) -> dict[str, Place]:
@@ -148,7 +148,7 @@ def granite_hybrid_parts(config: ModelConfig) -> dict[str, Place]:
         places[f"{layer}.{module}.down_proj.weight"] = Source(
             f"{layer}.shared_mlp.output_linear.weight"
         )
-    for i in () if config.gated_delta is None else config.gated_delta.layers:
+    for i in () if config.recurrent is None else config.recurrent.layers:
         layer, sizes = f"model.layers.{i}.mamba", part_sizes(config)
         start = 0
         for part, size in sizes.items():

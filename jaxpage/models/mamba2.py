@@ -26,7 +26,7 @@ MIXED = ("x", "B", "C")  # inputs of the convolution, in the order of its rows i
 
 def part_sizes(config: ModelConfig) -> dict[str, int]:
     """Rows of each part of the input projection, in the order of checkpoints."""
-    sizes = config.gated_delta
+    sizes = config.recurrent
     assert sizes is not None
     keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
     return {"z": values, "x": values, "B": keys, "C": keys, "dt": sizes.num_value_heads}
@@ -36,7 +36,7 @@ class Convolutions(nnx.Module):
     """The taps, and perhaps biases, of each channel of x, B and C."""
 
     def __init__(self, config: ModelConfig):
-        sizes, rows = config.gated_delta, part_sizes(config)
+        sizes, rows = config.recurrent, part_sizes(config)
         assert sizes is not None and sizes.mamba is not None
         units, dtype = (sizes.num_key_heads, 1, sizes.num_taps), config.dtype
         for part in MIXED:
@@ -83,8 +83,8 @@ class Mamba2(nnx.Module):
     """Projections, a convolution, the recurrence, a gated norm (transformers' GraniteMoeHybridMambaLayer)."""
 
     def __init__(self, config: ModelConfig, index: int):
-        assert config.gated_delta is not None and config.gated_delta.mamba is not None
-        self.config, self.options, self.index = config.gated_delta, config.gated_delta.mamba, index
+        assert config.recurrent is not None and config.recurrent.mamba is not None
+        self.config, self.options, self.index = config.recurrent, config.recurrent.mamba, index
         self.rows, num_groups = part_sizes(config), self.config.num_key_heads
         embed, inner, bias = config.hidden_size, self.rows["x"], self.options.projection_bias
         init, dtype = Normal(config.initializer_range), config.dtype

@@ -214,7 +214,7 @@ def _decoder(
         family.config_from_hf(hf, dtype=dtype, max_model_len=max_model_len),
         architecture=found.family + _CAUSAL,
     )
-    if generating.gated_delta is not None:
+    if generating.recurrent is not None:
         raise ValueError(
             f"{found.name} is not supported for pooling: it has layers with a recurrent state, in which texts of a row "
             "would see each other"

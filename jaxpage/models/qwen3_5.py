@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import ExpertsConfig, GatedDelta, ModelConfig, decoder_config
+from jaxpage.models.config import ExpertsConfig, ModelConfig, RecurrentLayers, decoder_config
 from jaxpage.models.decoder import (
     CausalLM,
     DecoderLayer,
@@ -79,9 +79,9 @@ class HybridLayer(DecoderLayer):
     """A recurrent state or gated attention, then an MLP or experts, each after a norm and beside a residual."""
 
     def __init__(self, config: ModelConfig, index: int):
-        assert config.gated_delta is not None
+        assert config.recurrent is not None
         self.input_layernorm = hidden_norm(OffsetRMSNorm, config)
-        if index in config.gated_delta.layers:
+        if index in config.recurrent.layers:
             self.linear_attn = GatedDeltaNet(config, index)
         else:
             self.self_attn = GatedAttention(config, index)
@@ -141,7 +141,7 @@ def qwen3_5_config(
         architecture=architecture,
         qk_norm=True,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
-        gated_delta=_gated_delta(text, architecture),
+        recurrent=_recurrent_layers(text, architecture),
         **_experts(text),
         **facts,
     )
@@ -170,12 +170,12 @@ def qwen3_next_config(
         dtype=dtype,
         max_model_len=max_model_len,
         qk_norm=True,
-        gated_delta=_gated_delta(hf, (hf.architectures or ["?"])[0]),
+        recurrent=_recurrent_layers(hf, (hf.architectures or ["?"])[0]),
         experts=experts,
     )
 
 
-def _gated_delta(text: PretrainedConfig, architecture: str) -> GatedDelta:
+def _recurrent_layers(text: PretrainedConfig, architecture: str) -> RecurrentLayers:
     kinds = text.layer_types
     unknown = sorted(set(kinds) - {_RECURRENT, _FULL})
     if unknown or len(kinds) != text.num_hidden_layers or not {_RECURRENT, _FULL} <= set(kinds):
@@ -199,7 +199,7 @@ def _gated_delta(text: PretrainedConfig, architecture: str) -> GatedDelta:
         )
     if text.hidden_act != "silu":
         raise ValueError(f"{architecture}: hidden_act is {text.hidden_act!r}; supported is 'silu'")
-    return GatedDelta(
+    return RecurrentLayers(
         layers=tuple(index for index, kind in enumerate(kinds) if kind == _RECURRENT),
         num_key_heads=keys,
         values_per_key=values // keys,
@@ -235,7 +235,7 @@ def interleaved_delta_nets(config: ModelConfig) -> dict[str, Place]:
     """Qwen3-Next: the same, but the rows of a projection are by key head: those of q, k, v and z for each, and in
     another projection those of b and a.
     """
-    sizes = config.gated_delta
+    sizes = config.recurrent
     assert sizes is not None
     values = sizes.values_per_key * sizes.value_dim
     projections = {
@@ -247,7 +247,7 @@ def interleaved_delta_nets(config: ModelConfig) -> dict[str, Place]:
 
 def _qkv(config: ModelConfig) -> dict[str, int]:
     """Rows of q, k and v."""
-    sizes = config.gated_delta
+    sizes = config.recurrent
     assert sizes is not None
     keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
     return {"q": keys, "k": keys, "v": values}
@@ -257,9 +257,9 @@ def _fused(
     config: ModelConfig, projections: dict[str, dict[str, int]], *, groups: int
 ) -> dict[str, Place]:
     """projections: name of a projection in checkpoints -> its parts, and the rows of each in each of its `groups`."""
-    assert config.gated_delta is not None
+    assert config.recurrent is not None
     places = separate_experts(config)
-    for i in config.gated_delta.layers:
+    for i in config.recurrent.layers:
         layer = f"model.layers.{i}.linear_attn"
         for part, source in _parts(f"{layer}.conv1d.weight", _qkv(config)).items():
             places[f"{layer}.conv.{part}"] = source

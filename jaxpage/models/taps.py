@@ -36,7 +36,7 @@ def points(config: ModelConfig) -> list[str]:
     """All names for a model, in the order of computation. Mixtures of experts have no `hook_mlp_out`, layers that read
     the keys and values of earlier ones no hooks for these, and layers with a recurrent state none inside attention.
     """
-    recurrent = () if config.gated_delta is None else config.gated_delta.layers
+    recurrent = () if config.recurrent is None else config.recurrent.layers
     of_experts = () if config.experts is None else config.experts.layers
 
     def missing(index: int) -> set[str]:

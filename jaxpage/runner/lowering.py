@@ -125,7 +125,7 @@ class Lowerings:
         self._pool = [
             x for pool in self._pools for x in structs(pool.abstract(), mesh, pool.axes_of)
         ]
-        axes = recurrent_axes(step_spec.gated_delta, 1 if mesh is None else mesh.size)
+        axes = recurrent_axes(step_spec.recurrent, 1 if mesh is None else mesh.size)
         self._state = {
             name: struct(x, mesh and sharding(mesh, axes.get(name, ()), x.shape))
             for name, x in abstract_request_state(step_spec).items()

@@ -5,7 +5,7 @@ sequence starts, and starts again after preemption, with zeros, or with a copy o
 slots behind those of requests. A sibling row has no tokens: it gets a copy of the state after the row before it.
 
 Letters: Q request slots, R rows, T packed tokens, C channels of a convolution, N, J, D, F, W as in
-`models.config.GatedDelta`.
+`models.config.RecurrentLayers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxpage.batch import StepBatch
-from jaxpage.models.config import GatedDelta
+from jaxpage.models.config import RecurrentLayers
 from jaxpage.ops.delta_rule import AnyTokens
 from jaxpage.ops.packed_delta_rule import StateRows, of_packed_tokens, of_single_tokens
 from jaxpage.parallel.sharding import TENSOR
@@ -36,7 +36,7 @@ _PREFIXES = ("convolution_", "recurrent_state_")
 _INPUTS, _STATE = (prefix + "{}" for prefix in _PREFIXES)  # names of a layer's fields
 
 
-def recurrent_fields(sizes: GatedDelta, num_slots: int, dtype: DTypeLike) -> RequestState:
+def recurrent_fields(sizes: RecurrentLayers, num_slots: int, dtype: DTypeLike) -> RequestState:
     """The fields of all slots, for models that compute in `dtype`."""
     # Two axes: XLA would store three or so inputs in the eight rows of a TPU's registers.
     inputs = (num_slots, (sizes.num_taps - 1) * sizes.num_channels)
@@ -45,7 +45,7 @@ def recurrent_fields(sizes: GatedDelta, num_slots: int, dtype: DTypeLike) -> Req
     return of_inputs | {_STATE.format(i): jnp.zeros(state, jnp.float32) for i in sizes.layers}
 
 
-def recurrent_axes(sizes: GatedDelta | None, num_devices: int) -> dict[str, tuple[str, ...]]:
+def recurrent_axes(sizes: RecurrentLayers | None, num_devices: int) -> dict[str, tuple[str, ...]]:
     """The logical axes of these fields, see `parallel.sharding`; none if devices cannot have equally many heads."""
     if sizes is None or sizes.num_key_heads % num_devices:
         return {}
@@ -97,7 +97,7 @@ class SlotRecurrence:
 
     def __init__(
         self,
-        sizes: GatedDelta,
+        sizes: RecurrentLayers,
         state: RequestState,
         batch: StepBatch,
         bucket: Bucket,

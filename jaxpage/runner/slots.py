@@ -105,9 +105,9 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
         state["pictures"] = jnp.zeros(shape, words_of(spec.dtype))
     if spec.expert_load is not None:
         state[EXPERT_LOAD] = jnp.zeros(spec.expert_load, jnp.int32)
-    if spec.gated_delta is not None:
+    if spec.recurrent is not None:
         num_states = spec.cached_state_slots.stop
-        state |= recurrent_fields(spec.gated_delta, num_states, spec.dtype)
+        state |= recurrent_fields(spec.recurrent, num_states, spec.dtype)
     return state
 
 

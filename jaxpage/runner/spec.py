@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jax.typing import DTypeLike
 
 from jaxpage.kv_groups import KVGroups
-from jaxpage.models.config import GatedDelta
+from jaxpage.models.config import RecurrentLayers
 from jaxpage.pictures.border import VisionConfig
 from jaxpage.research_config import ResearchSpec
 from jaxpage.sampling.fields import Processors
@@ -54,7 +54,7 @@ class StepSpec:
     prompt_embeds: bool = False  # `forward` takes embeddings in place of tokens
     processors: Processors = ()  # the user's logits processors
     pictures: PictureSpec | None = None  # for models that take pictures
-    gated_delta: GatedDelta | None = None  # for models with layers that have a recurrent state
+    recurrent: RecurrentLayers | None = None  # for models with layers that have a recurrent state
     num_cached_states: int = 0  # recurrent states in the prefix cache
     num_adapters: int = 0  # adapter slots of the model
     # (layers with experts, experts per layer), if tokens are counted by expert

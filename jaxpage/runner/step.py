@@ -319,7 +319,7 @@ class Step:
         )
         inputs = with_extras(inputs, state, rows, batch, bucket, self.spec, embeds)
         recurrence = None
-        if (sizes := self.spec.gated_delta) is not None:
+        if (sizes := self.spec.recurrent) is not None:
             where = {"on_gpu": self._platform == "gpu", "mesh": self.mesh}
             recurrence = SlotRecurrence(sizes, state, batch, bucket, **where)
             inputs = replace(inputs, recurrence=recurrence)

@@ -78,7 +78,7 @@ def unsupported_models(model: ModelConfig) -> list[str]:
         "models with experts": model.experts is not None,
         # Its layers differ in heads, share keys and values, and have embeddings of their own.
         "Gemma 4": model.gemma4 is not None,
-        "models with a recurrent state": model.gated_delta is not None,
+        "models with a recurrent state": model.recurrent is not None,
         "models that take pictures": model.vision is not None,
     }
     return [name for name, is_so in kinds.items() if is_so]

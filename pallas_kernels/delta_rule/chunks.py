@@ -26,7 +26,7 @@ class Rule(NamedTuple):
 
     next_state: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
     prepare: Callable[[Any, jax.Array], Any]
-    advance: Callable[[jax.Array, Any, jax.Array, Any], tuple[jax.Array, jax.Array]]
+    advance: Callable[..., tuple[jax.Array, jax.Array]]
 
 
 class Decays(NamedTuple):

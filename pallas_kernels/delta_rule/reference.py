@@ -8,7 +8,7 @@ Letters: Q slots, n rows, W windows of C tokens, P parts, N key heads, J value h
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
     slots: Int[Array, " n"]
     begins: Bool[Array, " n"]  # the state before the token is zero, whatever is in the slot
-    tokens: Tokens
+    tokens: Any  # `Tokens`, or those of another rule
 
 
 class Parts(NamedTuple):

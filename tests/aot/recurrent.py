@@ -92,7 +92,7 @@ def _look(
 ) -> dict[str, Any]:
     """Also what is made as large as the states of a layer, and the kernels that change these."""
     contents = parse(compiled.as_text() or "")
-    sizes, num_slots = job.spec.model.config.gated_delta, job.spec.step_spec.cached_state_slots.stop
+    sizes, num_slots = job.spec.model.config.recurrent, job.spec.step_spec.cached_state_slots.stop
     assert sizes is not None
     heads = (sizes.num_key_heads // place.num_devices, sizes.values_per_key)
     states = (num_slots, *heads, sizes.key_dim, sizes.value_dim)

@@ -60,7 +60,7 @@ def config(folder: Path, **changes: Any) -> ModelConfig:
 
 def test_a_released_config(tmp_path):
     found = config(tmp_path)
-    delta, experts = found.gated_delta, found.experts
+    delta, experts = found.recurrent, found.experts
     assert delta is not None and experts is not None
     assert found.attention_layers == tuple(range(3, 48, 4)) and len(delta.layers) == 36
     assert (delta.num_key_heads, delta.num_value_heads, delta.num_taps) == (16, 32, 4)

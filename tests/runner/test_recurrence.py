@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpage.batch import StepBatch
-from jaxpage.models.config import GatedDelta, MambaOptions
+from jaxpage.models.config import MambaOptions, RecurrentLayers
 from jaxpage.models.recurrence import Recurrence, WholeSequences
 from jaxpage.ops.delta_rule import AnyTokens, to_tokens
 from jaxpage.runner.buckets import Bucket
@@ -19,7 +19,7 @@ from jaxpage.runner.recurrence import SlotRecurrence, recurrent_fields
 from pallas_kernels.mamba2 import reference as mamba2
 from tests.models.test_delta_rule import HEADS, KEY_DIM, VALUE_DIM, VALUES, inputs
 
-SIZES = GatedDelta(
+SIZES = RecurrentLayers(
     layers=(3,),
     num_key_heads=HEADS,
     values_per_key=VALUES,
@@ -47,7 +47,7 @@ def convolved(recurrence: Recurrence, x: jax.Array) -> jax.Array:
 class Sequences:
     """Sequences 1, 2, ..., each in the slot of its number, and their steps on the device."""
 
-    def __init__(self, number: int, sizes: GatedDelta = SIZES):
+    def __init__(self, number: int, sizes: RecurrentLayers = SIZES):
         self.sizes = sizes
         self.x = np.random.default_rng(5).standard_normal((number, LENGTH, SIZES.num_channels))
         self.x = self.x.astype(np.float32)
@@ -104,7 +104,7 @@ class Sequences:
             self.done[slot] += count
 
 
-def tokens_of(sizes: GatedDelta, number: int) -> AnyTokens:
+def tokens_of(sizes: RecurrentLayers, number: int) -> AnyTokens:
     q, k, v, log_decay, beta = inputs(LENGTH, batch=number)
     if sizes.mamba is None:
         return to_tokens(q, k, v, log_decay, beta)
@@ -115,7 +115,7 @@ def tokens_of(sizes: GatedDelta, number: int) -> AnyTokens:
 
 
 @cache
-def _step(sizes: GatedDelta, bucket: Bucket):
+def _step(sizes: RecurrentLayers, bucket: Bucket):
     @jax.jit
     def run(state, batch, x, tokens):
         recurrence = SlotRecurrence(sizes, state, batch, bucket, on_gpu=False)
