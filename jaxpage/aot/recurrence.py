@@ -45,8 +45,7 @@ def flops_of_a_token(sizes: RecurrentLayers) -> int:
 def flops_in_a_chunk(sizes: RecurrentLayers) -> int:
     """The same for each token of a chunk: 4 N C D for the products of keys with keys and queries, and for each of N J
     heads 4 C^2 log2(C) for the inverse, 2 C (F + D) for its products with values and keys, 6 D F for those with the
-    state, and 2 C F for that of scores and values. Mamba-2: 2 N C D for the products of keys with queries, 2 C F and 4 D
-    F.
+    state, and 2 C F for that of scores and values. Mamba-2: 2 N C D for keys with queries, and 2 C F and 4 D F.
     """
     chunk, keys, values = CHUNK, sizes.key_dim, sizes.value_dim
     if sizes.mamba is not None:

@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     """How tokens change states, one by one and by chunks."""
 
     next_state: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
-    prepare: Callable[[Any, jax.Array], Any]
+    prepare: Callable[..., Any]
     advance: Callable[..., tuple[jax.Array, jax.Array]]
 
 
