@@ -39,6 +39,8 @@ CASES = [
     ("qwen3_5_moe", "awq-g32", 24),
     ("qwen3_next", "fp8-block", 24),
     ("qwen3_next", "gptq-4-asym", 24),
+    ("granite_hybrid", "ct-fp8-dynamic", 12),
+    ("granite_hybrid_moe", "fp8-block", 12),
 ]
 _RECURRENT = dense_families.qwen3_5(4, head_dim=32, heads=(2, 4), dims=(64, 64))
 # Of a family: its own sizes, and the layers that released checkpoints leave as floats.
@@ -47,7 +49,16 @@ OWN_SIZES = {
     "qwen3_5_moe": _RECURRENT | {"shared_expert_intermediate_size": 128},
     "qwen3_next": _RECURRENT
     | {"shared_expert_intermediate_size": 128, "rope_parameters": mixtures.PARTIAL},
-}
+} | dict.fromkeys(
+    ("granite_hybrid", "granite_hybrid_moe"),
+    {
+        "num_hidden_layers": 3,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_state": 64,
+        "shared_intermediate_size": 128,
+    },
+)
 FLOATS = dict.fromkeys(OWN_SIZES, ("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba"))
 
 
