@@ -43,6 +43,7 @@ def test_cases_are_chosen_by_their_kind():
 TEXT_ONLY = {"Mistral3ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"}
 # Two names of a model without pictures, and two rows for an architecture.
 ALIKE = {"gemma4unified": "gemma4", "gemma4moe": "gemma4"}
+ALIKE |= dict.fromkeys(("granitehybrid", "granitehybridmoe"), "granitemoehybrid")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pallas_kernels.delta_rule import cases, tpu, tpu_windows, xla
 from pallas_kernels.delta_rule.chunks import DELTA, Rule
 from pallas_kernels.mamba2 import cases as mamba2_cases
 from pallas_kernels.mamba2 import tpu as mamba2_tpu
+from pallas_kernels.mamba2 import tpu_windows as mamba2_windows
 from pallas_kernels.mamba2.chunks import MAMBA2
 
 
@@ -31,13 +32,20 @@ class _Rule(NamedTuple):
     cases: Any  # its module of cases
     rule: Rule  # for XLA
     one_token: Callable[..., Any]  # kernels of a TPU
-    by_windows: Callable[..., Any] | None
+    by_windows: Callable[..., Any]
     oracle: Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
 _RULES = (
     _Rule("delta_rule", cases, DELTA, tpu.one_token, tpu_windows.by_windows, oracle.delta_rule),
-    _Rule("mamba2", mamba2_cases, MAMBA2, mamba2_tpu.one_token, None, oracle.mamba2),
+    _Rule(
+        "mamba2",
+        mamba2_cases,
+        MAMBA2,
+        mamba2_tpu.one_token,
+        mamba2_windows.by_windows,
+        oracle.mamba2,
+    ),
 )
 
 
@@ -70,11 +78,10 @@ def _checks(rule: _Rule, platform: str, step: int) -> Iterator[Check]:
 
 
 def _of_platform(
-    platform: str, kernel: Callable[..., Any] | None, by_xla: Callable[..., Any]
+    platform: str, kernel: Callable[..., Any], by_xla: Callable[..., Any]
 ) -> list[tuple[str, Callable[..., Any]]]:
     """What this platform can run."""
-    found = [("tpu", kernel)] if platform == "tpu" and kernel is not None else []
-    return [*found, ("xla", by_xla)]
+    return [*([("tpu", kernel)] if platform == "tpu" else []), ("xla", by_xla)]
 
 
 def _error(
