@@ -30,8 +30,9 @@ class KVPoolSpec:
     There is one array for each layer, or, with several KV-cache groups, for each layer of one group (see `kv_groups`).
 
     K and V are interleaved on the head axis (`2k` key, `2k + 1` value of KV head k): one DMA fetches both, and tensor
-    parallelism shards one axis. Block 0 is the null block. With a `format`, each array is a `QuantizedPool` whose data
-    have this shape (int4: half the head_dim). Raises ValueError for a head_dim that int4 cannot pack.
+    parallelism shards one axis. With a `value_dim` that axis has `num_kv_heads` keys and no values. Block 0 is the null
+    block. With a `format`, each array is a `QuantizedPool` whose data have this shape (int4: half the head_dim). Raises
+    ValueError for a head_dim that int4 cannot pack, and for a format with a `value_dim`.
     """
 
     num_arrays: int
@@ -39,6 +40,8 @@ class KVPoolSpec:
     block_size: int
     num_kv_heads: int
     head_dim: int
+    # Values are the first so many elements of the keys and are not stored, see `kv_write.latents`; None: they are.
+    value_dim: int | None = None
     dtype: jnp.dtype  # of K and V as the model computes them
     format: str | None = None  # one of `quantized.FORMATS`; None: not quantised
     sharded: bool = False  # over heads, on the devices of the mesh
@@ -56,14 +59,25 @@ class KVPoolSpec:
                 f'kv_cache_dtype="int4" puts two values into a byte, and the head_dim of this model is '
                 f'{self.head_dim}, which is odd; take "int8"'
             )
+        if self.format is not None and self.value_dim is not None:
+            raise ValueError(
+                f"kv_cache_dtype={self.format!r} is not supported with multi-head latent attention: one scale would "
+                f"round the {self.value_dim} values of a token's latent and the rotated key beside them, which differ "
+                'in size; leave it "auto"'
+            )
+
+    @property
+    def heads_of_slot(self) -> int:
+        """Vectors of `head_dim` that a token has in an array."""
+        return self.num_kv_heads if self.value_dim is not None else 2 * self.num_kv_heads
 
     @property
     def array_shape(self) -> tuple[int, ...]:
         """The shape of one array, or of its data if it is quantised."""
         width = self.head_dim // 2 if self.format == "int4" else self.head_dim
         if self.layout == "tpu":
-            return (self.num_blocks, self.block_size, 2 * self.num_kv_heads * width)
-        return (self.num_blocks, self.block_size, 2 * self.num_kv_heads, width)
+            return (self.num_blocks, self.block_size, self.heads_of_slot * width)
+        return (self.num_blocks, self.block_size, self.heads_of_slot, width)
 
     def axes_of(self, array: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, ...]:
         """Logical axis names of an array of the pool, see `parallel.sharding`."""

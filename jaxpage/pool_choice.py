@@ -79,6 +79,7 @@ def choose_pool(
         block_size=config.block_size,
         num_kv_heads=heads.num,
         head_dim=heads.head_dim,
+        value_dim=model.value_dim,
         dtype=jnp.dtype(config.dtype),
         format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
         sharded=num_devices > 1,

@@ -90,6 +90,7 @@ def make_chunks(
         block_size=block_size,
         num_kv_heads=heads.num,
         head_dim=heads.head_dim,
+        value_dim=decoder.value_dim,
         dtype=jnp.dtype(decoder.dtype),
         platform=device.platform,
     )

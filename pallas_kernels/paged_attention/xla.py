@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.storage import Pool, from_storage
@@ -31,7 +32,7 @@ GROUP = 8  # rows with one query share a loop that is as long as the longest of 
 
 def paged_attention(
     q: Float[Array, "T H D"],
-    pool: Pool | PoolPart,
+    pool: Pool | PoolPart | LatentPool,
     block_table: Int[Array, "R M"],
     kv_lens: Int[Array, " R"],
     query_starts: Queries,
@@ -41,7 +42,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     one_query_per_row: bool = False,
-) -> Float[Array, "T H D"]:
+) -> Float[Array, "T H V"]:
     """Same contract as `reference.paged_attention`. T = R and query r is row r's if `one_query_per_row`.
 
     A pool of uint16 holds the bits of K and V in q's dtype (see `kv_write.xla.to_storage`). A quantised one is
@@ -51,6 +52,8 @@ def paged_attention(
     tiles, each with a loop of its own. Both kinds mix freely in one call.
     """
     num_tokens, num_heads, head_dim = q.shape
+    value_dim = pool.value_dim if isinstance(pool, LatentPool) else head_dim
+    width = num_heads * value_dim  # of a token's results
     grouped = (pool.shape[2] // 2, num_heads // (pool.shape[2] // 2), head_dim)  # K, G, D
     mask = _Mask(scale, window, soft_cap, sinks)
 
@@ -62,24 +65,25 @@ def paged_attention(
         if isinstance(whole(pool), QuantizedPool):
             values = values.astype(jnp.float32)  # rounding tiles to bf16 costs more than it saves
         out = _attend(pool, values, *of_rows, tile_kv=tile_kv, mask=mask)
-        return _bits(out.reshape(queries.shape).astype(q.dtype))
+        return _bits(out.reshape(*queries.shape[:2], width).astype(q.dtype))
 
     flat = _bits(q.reshape(num_tokens, -1))
     if one_query_per_row:
-        out = _attend_groups(attend, flat, block_table, kv_lens)
-        return from_storage(out, q.dtype).reshape(q.shape)
+        out = _attend_groups(attend, flat, width, block_table, kv_lens)
+        return from_storage(out, q.dtype).reshape(num_tokens, num_heads, value_dim)
 
     starts, last_keys = parts(query_starts)
     query_lens = starts[1:] - starts[:-1]
-    out = _attend_query_tiles(attend, flat, block_table, kv_lens, starts, query_lens, last_keys)
+    rows = (block_table, kv_lens, starts, query_lens, last_keys)
+    out = _attend_query_tiles(attend, flat, width, *rows)
     # One that is alone is the last of its row: there is nothing ahead that it could see.
     is_single = query_lens == 1
     first = starts[:-1]
     single_lens = jnp.where(is_single, kv_lens, 0)
     queries = jnp.take(flat, first, axis=0, mode="clip")
-    single = _attend_groups(attend, queries, block_table, single_lens)
+    single = _attend_groups(attend, queries, width, block_table, single_lens)
     out = out.at[jnp.where(is_single, first, num_tokens)].set(single, mode="drop")
-    return from_storage(out, q.dtype).reshape(q.shape)
+    return from_storage(out, q.dtype).reshape(num_tokens, num_heads, value_dim)
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,8 @@ def _bits(x):
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
-def _attend_groups(attend, q, block_table, kv_lens):
-    """Rows with one query, a group at a time, so that short rows do not wait for the longest one. [R, H * D], as q."""
+def _attend_groups(attend, q, width, block_table, kv_lens):
+    """Rows with one query, a group at a time, so that short rows do not wait for the longest one. [R, width]."""
     num_rows = q.shape[0]
     # Fewer, larger groups: each turn of a loop costs the same to start.
     group = max(GROUP, num_rows // 4)
@@ -112,11 +116,13 @@ def _attend_groups(attend, q, block_table, kv_lens):
         values = attend(q[rows][:, None], TILE_KV_ONE, block_table[rows], lens, lens - 1)
         return out.at[rows].set(values[:, 0], unique_indices=True)
 
-    return lax.fori_loop(0, num_rows // group, one_group, jnp.zeros_like(q))
+    return lax.fori_loop(0, num_rows // group, one_group, jnp.zeros((num_rows, width), q.dtype))
 
 
-def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_lens, last_keys):
-    """Rows with several queries: one tile of queries after another, each over its own keys. [T, H * D], as q."""
+def _attend_query_tiles(
+    attend, q, width, block_table, kv_lens, query_starts, query_lens, last_keys
+):
+    """Rows with several queries: one tile of queries after another, each over its own keys. [T, width]."""
     num_tokens = q.shape[0]
     tile_q = min(TILE_Q, num_tokens)
     num_tiles = jnp.where(query_lens > 1, -(-query_lens // tile_q), 0)
@@ -145,7 +151,8 @@ def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_len
         # The tile's tail may run into the next row's tokens; that row's own tiles come later and overwrite it.
         return lax.dynamic_update_slice_in_dim(out, values[0], start, axis=0)
 
-    return lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros_like(padded))[:num_tokens]
+    out = jnp.zeros((len(padded), width), q.dtype)
+    return lax.fori_loop(0, last_tile[-1], one_tile, out)[:num_tokens]
 
 
 def _end_of_keys(end_of_queries, last_keys=None):
@@ -156,7 +163,7 @@ def _end_of_keys(end_of_queries, last_keys=None):
 
 
 def _attend(pool, q, block_table, kv_lens, positions, last_keys=None, *, tile_kv: int, mask: _Mask):
-    """Attention of Q consecutive queries per row, the first at `positions`: q [R, Q, K, G, D] → float32, same shape.
+    """Attention of Q consecutive queries per row, the first at `positions`: q [R, Q, K, G, D] → float32[R, Q, K, G, V].
 
     They are causal, or see up to `last_keys` [R, Q].
     """
@@ -216,6 +223,8 @@ def _attend(pool, q, block_table, kv_lens, positions, last_keys=None, *, tile_kv
         first_key = jnp.where(kv_lens > 0, positions - window + 1, jnp.iinfo(jnp.int32).max)
         first_tile = jnp.maximum(first_key.min(), 0) // tile_kv
     acc, _, total = lax.fori_loop(first_tile, -(-kv_lens.max() // tile_kv), one_tile, carry)
+    if isinstance(pool, LatentPool):  # a slice of each tile's values would be a copy
+        acc, head_dim = acc[..., : pool.value_dim], pool.value_dim
     out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
     out = out.reshape(num_rows, num_kv_heads, group, num_queries, head_dim)
     return jnp.moveaxis(out, 3, 1)
@@ -236,6 +245,8 @@ def _read_tile(pool, blocks, valid, dtype):
         rows = jax.tree.map(lambda x: x.reshape(x.shape[0], -1), pool.own(by_head))
     if isinstance(rows, QuantizedPool):
         return _read_quantized(rows, valid, num_heads // 2, dtype)
+    if isinstance(pool, LatentPool):
+        return _read_latents(rows, valid, num_heads // 2, dtype)
     stored = rows.dtype
     kv = _pairs(rows).reshape(num_rows, tile_kv, num_heads // 2, 2, -1)
     keys = jnp.swapaxes(kv[:, :, :, 0], 1, 2)
@@ -245,6 +256,14 @@ def _read_tile(pool, blocks, valid, dtype):
     keys, values = lax.optimization_barrier((keys, values))
     shape = (num_rows, num_heads // 2, tile_kv, -1)
     return tuple(_unpaired(x, stored, dtype).reshape(shape) for x in (keys, values))
+
+
+def _read_latents(rows, valid, num_kv_heads, dtype):
+    """The same from the gathered rows of a pool of keys, which are the values too."""
+    keys = jnp.where(valid[..., None, None], rows.reshape(*valid.shape, num_kv_heads, -1), 0)
+    keys = lax.optimization_barrier(jnp.swapaxes(keys, 1, 2))
+    keys = from_storage(keys, dtype)
+    return keys, keys
 
 
 def _read_quantized(rows, valid, num_kv_heads, dtype):
