@@ -20,6 +20,7 @@ KernelSizes = gpu_layout.TileSizes | tpu_layout.TileSizes
 # "heads": [num_blocks, block_size, 2 * num_kv_heads, head_dim]. "tpu": the last two axes are one, see
 # `paged_attention.tpu_layout`.
 Layout = Literal["heads", "tpu"]
+_LANES = 128  # of a register of a TPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,10 @@ class KVPoolSpec:
     There is one array for each layer, or, with several KV-cache groups, for each layer of one group (see `kv_groups`).
 
     K and V are interleaved on the head axis (`2k` key, `2k + 1` value of KV head k): one DMA fetches both, and tensor
-    parallelism shards one axis. With a `value_dim` that axis has `num_kv_heads` keys and no values. Block 0 is the null
-    block. With a `format`, each array is a `QuantizedPool` whose data have this shape (int4: half the head_dim). Raises
-    ValueError for a head_dim that int4 cannot pack, and for a format with a `value_dim`.
+    parallelism shards one axis. Block 0 is the null block. With a `format`, each array is a `QuantizedPool` whose data
+    have this shape (int4: half the head_dim). With a `value_dim` it has keys alone, `[num_blocks, block_size,
+    num_kv_heads * slot_width]`. Raises ValueError for a head_dim that int4 cannot pack, and for a format with a
+    `value_dim`.
     """
 
     num_arrays: int
@@ -67,17 +69,19 @@ class KVPoolSpec:
             )
 
     @property
-    def heads_of_slot(self) -> int:
-        """Vectors of `head_dim` that a token has in an array."""
-        return self.num_kv_heads if self.value_dim is not None else 2 * self.num_kv_heads
+    def slot_width(self) -> int:
+        """Of the keys that a `value_dim` leaves alone: on a TPU whole registers, as it has them in memory anyway."""
+        return self.head_dim + (-self.head_dim % _LANES if self.layout == "tpu" else 0)
 
     @property
     def array_shape(self) -> tuple[int, ...]:
         """The shape of one array, or of its data if it is quantised."""
+        if self.value_dim is not None:
+            return (self.num_blocks, self.block_size, self.num_kv_heads * self.slot_width)
         width = self.head_dim // 2 if self.format == "int4" else self.head_dim
         if self.layout == "tpu":
-            return (self.num_blocks, self.block_size, self.heads_of_slot * width)
-        return (self.num_blocks, self.block_size, self.heads_of_slot, width)
+            return (self.num_blocks, self.block_size, 2 * self.num_kv_heads * width)
+        return (self.num_blocks, self.block_size, 2 * self.num_kv_heads, width)
 
     def axes_of(self, array: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, ...]:
         """Logical axis names of an array of the pool, see `parallel.sharding`."""

@@ -9,18 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import jax
-from jaxtyping import Array, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LatentPool:
-    """A layer's array of keys. Has the shape of a pool with as many KV heads, `[N, S, 2*K, D]`."""
+    """A layer's array, with the key of one KV head in each slot, and zeros up to W behind its D elements."""
 
-    pool: Shaped[Array, "N S K D"]
+    pool: Shaped[Array, "N S W"]
     value_dim: int = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *blocks, num_kv_heads, head_dim = self.pool.shape
-        return (*blocks, 2 * num_kv_heads, head_dim)
+        """As of a pool `[N, S, 2*K, D]` with one KV head."""
+        *blocks, width = self.pool.shape
+        return (*blocks, 2, width)
+
+    def slots_of(self, k: Float[Array, "T 1 D"]) -> Float[Array, "T W"]:
+        """The contents of slots with these keys."""
+        return jnp.pad(k[:, 0], ((0, 0), (0, self.pool.shape[2] - k.shape[2])))

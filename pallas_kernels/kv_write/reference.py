@@ -34,7 +34,8 @@ def write_kv(
     `PoolPart` nothing else is written. A `LatentPool` has keys alone. V is D, except that of a `LatentPool`.
     """
     if isinstance(pool, LatentPool):
-        return replace(pool, pool=_put(pool.pool, _as(k, pool.pool.dtype), slot_mapping))
+        keys = _as(pool.slots_of(k), pool.pool.dtype)
+        return replace(pool, pool=_put(pool.pool, keys, slot_mapping))
     if isinstance(pool, PoolPart):
         written = write_kv(pool.own(pool.pool), k, v, slot_mapping)
         return replace(pool, pool=_with_part(pool, written))

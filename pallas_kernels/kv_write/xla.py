@@ -28,7 +28,7 @@ def write_kv(
     """`reference.write_kv`; tokens without a slot or with one in the null block are written nowhere."""
     num_tokens, num_kv_heads, head_dim = k.shape
     if isinstance(pool, LatentPool):
-        kv = k
+        kv = pool.slots_of(k)
     else:
         kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
     array = whole(pool)

@@ -44,7 +44,10 @@ def paged_attention(
     num_tokens, num_heads, head_dim = q.shape
     query_starts, last_keys = parts(query_starts)
     num_kv_heads = pool.shape[2] // 2
-    per_head, value_dim = (1, pool.value_dim) if isinstance(pool, LatentPool) else (2, head_dim)
+    per_head, value_dim = 2, head_dim
+    if isinstance(pool, LatentPool):
+        per_head, value_dim = 1, pool.value_dim
+        stored = stored[..., :head_dim]
     block_size = pool.shape[1]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all")

@@ -38,11 +38,10 @@ WAYS = {
 PREEMPTED = ("preempted", "swapped")
 # Of families with a recurrent state: they have no prefix cache, and nothing to swap. Nor have they beams.
 RECURRENT = ("qwen3_5", "qwen3_5_moe")
-# Of families with multi-head latent attention: their pools are not quantised.
+NOT_OF_RECURRENT = ("no prefix cache", "swapped")
+# Of families with multi-head latent attention, whose pools are not quantised.
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-NOT_OF = dict.fromkeys(RECURRENT, ("no prefix cache", "swapped")) | dict.fromkeys(
-    LATENT, ("quantised pool",)
-)
+NOT_OF = dict.fromkeys(RECURRENT, NOT_OF_RECURRENT) | dict.fromkeys(LATENT, ("quantised pool",))
 PROMPT_LENS, MAX_TOKENS, BEAM_TOKENS = (1, 30, 7, 64, 90, 30, 11), 24, 9
 
 # By the last bit of a sum over devices a number may round to another integer, and these models have few numbers: 0.092
