@@ -24,9 +24,6 @@ from jaxpage.models.rope import Rotation
 
 _NORM_EPS = 1e-6  # of latents, whatever the config says of the other norms
 
-# A float32 sum for each head.
-_by_head = partial(jnp.einsum, preferred_element_type=jnp.float32)
-
 
 class HeadProjection(nnx.Module):
     """The weight [H*(N+V), C] that maps latents to the keys and values of heads. It is not multiplied by latents."""
@@ -45,12 +42,20 @@ class HeadProjection(nnx.Module):
     def of_queries(self, q: jax.Array) -> jax.Array:
         """[..., H, C] of q [..., H, N]: its product with a latent is that of q with the key."""
         keys = self.weight[...].reshape(self.per_head)[:, : self.plain_dim]
-        return _by_head("...hn,hnc->...hc", q, keys).astype(q.dtype)
+        return _by_head("htn,hnc->htc", q, keys)
 
     def of_latents(self, latents: jax.Array) -> jax.Array:
         """Values [..., H, V] of a latent for each head [..., H, C]."""
         values = self.weight[...].reshape(self.per_head)[:, self.plain_dim :]
-        return _by_head("...hc,hvc->...hv", latents, values).astype(latents.dtype)
+        return _by_head("htc,hvc->htv", latents, values)
+
+
+def _by_head(product: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[..., H, O] of x [..., H, I] and the weights of heads: float32 sums, rounded to x's dtype."""
+    # XLA's CPU back end has no bfloat16 product with heads after tokens.
+    rows = jnp.swapaxes(x.reshape(-1, *x.shape[-2:]), 0, 1)
+    out = jnp.einsum(product, rows, weight, preferred_element_type=jnp.float32)
+    return jnp.swapaxes(out.astype(x.dtype), 0, 1).reshape(*x.shape[:-1], -1)
 
 
 class LatentAttention(nnx.Module):

@@ -76,7 +76,7 @@ def test_the_weight_may_be_float32_in_any_model():
     ("groups", "chosen", "message"),
     [
         (3, 1, "8 experts cannot be in 3 equal groups"),
-        (8, 4, "8 experts cannot be in 8 equal groups of at least two"),
+        (8, 4, "8 experts cannot be in 8 equal groups of at least 2, of which 4"),
         (4, 5, "of which 5 are chosen: check n_group and topk_group"),
         (0, 1, "8 experts cannot be in 0 equal groups"),
         (4, 1, "3 experts for each token in 1 groups of 2"),
@@ -91,7 +91,10 @@ def test_groups_that_do_not_fit_are_refused(groups, chosen, message):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [("glm4_moe", 1), ("glm4_moe", 2), ("minimax_m2", 0), ("ernie4_5_moe", 0)],
+    [
+        *(("glm4_moe", 1), ("glm4_moe", 2), ("minimax_m2", 0), ("ernie4_5_moe", 0)),
+        *(("deepseek_v2", 0), ("deepseek_v2", 1), ("deepseek_v3", 1)),
+    ],
 )
 def test_gradients_are_those_of_torch(family, variant, tmp_path):
     """Of every parameter; with experts stacked both have the same names."""
