@@ -151,8 +151,9 @@ def _attend_query_tiles(
         # The tile's tail may run into the next row's tokens; that row's own tiles come later and overwrite it.
         return lax.dynamic_update_slice_in_dim(out, values[0], start, axis=0)
 
-    out = jnp.zeros((len(padded), width), q.dtype)
-    return lax.fori_loop(0, last_tile[-1], one_tile, out)[:num_tokens]
+    last = last_tile[-1]
+    empty = jnp.zeros((len(padded), width), q.dtype)
+    return lax.fori_loop(0, last, one_tile, empty)[:num_tokens]
 
 
 def _end_of_keys(end_of_queries, last_keys=None):

@@ -37,14 +37,20 @@ CASES = [
     ("qwen2", "gptq-4-act-order", 0),
     ("qwen3_5", "fp8-block", 16),
     ("qwen3_5_moe", "awq-g32", 24),
+    # All of attention but kv_b_proj, and an MLP in one layer.
+    ("deepseek_v3", "fp8-block", 14),
+    ("deepseek_v2", "awq-g32", 12),
 ]
 _RECURRENT = dense_families.qwen3_5(4, head_dim=32, heads=(2, 4), dims=(64, 64))
+_LATENT = mixtures.latent(128, 32, 32, 32, queries=128, num_key_value_heads=4)
 # Of a family: its own sizes, and the layers that released checkpoints leave as floats.
 OWN_SIZES = {
     "qwen3_5": _RECURRENT,
     "qwen3_5_moe": _RECURRENT | {"shared_expert_intermediate_size": 128},
+    "deepseek_v2": _LATENT | {"q_lora_rank": None},
+    "deepseek_v3": _LATENT,
 }
-FLOATS = dict.fromkeys(OWN_SIZES, ("lm_head", "in_proj_a", "in_proj_b"))
+FLOATS = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("lm_head", "in_proj_a", "in_proj_b"))
 
 
 class Checkpoint:
