@@ -47,7 +47,14 @@ def glm4_moe_lite_config(
             f"others; config.json has {', '.join(map(str, kinds))}"
         )
     experts = grouped_experts(hf, first=first)
-    return _latent_config(hf, experts, dtype=dtype, max_model_len=max_model_len)
+    config = _latent_config(hf, experts, dtype=dtype, max_model_len=max_model_len)
+    part = hf.rope_parameters.get("partial_rotary_factor", 1.0)
+    if part != 1:
+        raise ValueError(
+            f"{_name(hf)}: partial_rotary_factor is {part} in config.json, and transformers' model needs 1: "
+            "qk_rope_head_dim is the part of a head that is rotated"
+        )
+    return config
 
 
 def _latent_config(
@@ -59,10 +66,10 @@ def _latent_config(
 ) -> ModelConfig:
     rank, plain, rotated, values = sizes = [getattr(hf, name) for name in _SIZES]
     query_rank = hf.q_lora_rank
-    named = dict(zip(_SIZES, sizes, strict=True))
+    named = [*zip(_SIZES, sizes, strict=True)]
     if query_rank is not None:
-        named["q_lora_rank"] = query_rank
-    for name, size in named.items():
+        named.append(("q_lora_rank", query_rank))
+    for name, size in named:
         if not isinstance(size, int) or size < 1:
             raise ValueError(
                 f"{_name(hf)}: {name} is {size!r} in config.json; it must be a positive integer"
@@ -74,7 +81,6 @@ def _latent_config(
         experts=experts,
         num_kv_heads=1,
         head_dim=rank + rotated,
-        attention_scale=_attention_scale(hf, plain + rotated),
         latent=LatentSizes(
             query_rank=query_rank,
             rank=rank,
@@ -84,7 +90,11 @@ def _latent_config(
         ),
     )
     turns_neighbours = getattr(hf, "rope_interleave", True)  # DeepSeek-V2 has no such option
-    return replace(config, ropes=interleaved(config.ropes)) if turns_neighbours else config
+    return replace(
+        config,
+        ropes=interleaved(config.ropes) if turns_neighbours else config.ropes,
+        attention_scale=_attention_scale(hf, plain + rotated),
+    )
 
 
 def _attention_scale(hf: PretrainedConfig, head_dim: int) -> float:

@@ -65,6 +65,8 @@ def paged_attention(
         if isinstance(whole(pool), QuantizedPool):
             values = values.astype(jnp.float32)  # rounding tiles to bf16 costs more than it saves
         out = _attend(pool, values, *of_rows, tile_kv=tile_kv, mask=mask)
+        if value_dim < head_dim:  # a slice of each tile's values would be a copy
+            out = out[..., :value_dim]
         return _bits(out.reshape(*queries.shape[:2], width).astype(q.dtype))
 
     flat = _bits(q.reshape(num_tokens, -1))
@@ -164,7 +166,7 @@ def _end_of_keys(end_of_queries, last_keys=None):
 
 
 def _attend(pool, q, block_table, kv_lens, positions, last_keys=None, *, tile_kv: int, mask: _Mask):
-    """Attention of Q consecutive queries per row, the first at `positions`: q [R, Q, K, G, D] → float32[R, Q, K, G, V].
+    """Attention of Q consecutive queries per row, the first at `positions`: q [R, Q, K, G, D] → float32, same shape.
 
     They are causal, or see up to `last_keys` [R, Q].
     """
@@ -224,8 +226,6 @@ def _attend(pool, q, block_table, kv_lens, positions, last_keys=None, *, tile_kv
         first_key = jnp.where(kv_lens > 0, positions - window + 1, jnp.iinfo(jnp.int32).max)
         first_tile = jnp.maximum(first_key.min(), 0) // tile_kv
     acc, _, total = lax.fori_loop(first_tile, -(-kv_lens.max() // tile_kv), one_tile, carry)
-    if isinstance(pool, LatentPool):  # a slice of each tile's values would be a copy
-        acc, head_dim = acc[..., : pool.value_dim], pool.value_dim
     out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
     out = out.reshape(num_rows, num_kv_heads, group, num_queries, head_dim)
     return jnp.moveaxis(out, 3, 1)

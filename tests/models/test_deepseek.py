@@ -103,6 +103,7 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path):
         (v3, {"kv_lora_rank": 0}, "kv_lora_rank is 0 in config.json; it must be a positive"),
         (v3, {"q_lora_rank": 0}, "q_lora_rank is 0 in config.json; it must be a positive"),
         (v3, {"n_group": 7}, "256 experts cannot be in 7 equal groups of at least 2"),
+        (glm, {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25 .* model needs 1"),
         (
             glm,
             {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]},
