@@ -66,7 +66,7 @@ def _latent_config(
 ) -> ModelConfig:
     rank, plain, rotated, values = sizes = [getattr(hf, name) for name in _SIZES]
     query_rank = hf.q_lora_rank
-    named = [*zip(_SIZES, sizes, strict=True)]
+    named: list[tuple[str, Any]] = [*zip(_SIZES, sizes, strict=True)]
     if query_rank is not None:
         named.append(("q_lora_rank", query_rank))
     for name, size in named:
