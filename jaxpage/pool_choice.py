@@ -63,7 +63,7 @@ def _head_dim(model: ModelConfig) -> int:
 
 
 def layout_of(model: ModelConfig, hardware: Device) -> Layout:
-    """Of a pool for plain XLA. A TPU's kernels move whole blocks of latents."""
+    """Of a pool for plain XLA, which on a TPU would copy one of latents in the layout "heads"."""
     return "tpu" if model.latent is not None and hardware.platform == "tpu" else "heads"
 
 

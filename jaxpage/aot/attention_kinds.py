@@ -11,7 +11,6 @@ from jaxpage.engine_spec import EngineSpec
 from jaxpage.models.config import KVHeads
 from jaxpage.ops.attention import Heads, layer_on_device
 from jaxpage.parallel.heads import share_heads
-from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.paged_attention import tpu_shape
 
 
@@ -46,7 +45,6 @@ def _tiles(spec: EngineSpec, heads: KVHeads) -> dict[str, dict[str, Any]] | None
         return None
     shares = share_heads(model.num_heads, heads.num, spec.num_devices)
     q, pool, num_kv_heads = layer_on_device(spec.pool, Heads(shares, heads.head_dim))
-    assert not isinstance(pool, LatentPool)
     blocks = -(-spec.config.max_model_len // spec.pool.block_size)
     shapes = {
         step: tpu_shape.shape_of(

@@ -108,7 +108,6 @@ _PARTS = "the kernel needs layers with equally many and equally large KV heads"
 
 
 def _accept_tpu(need: _Need) -> KVPoolSpec:
-    require(_LATENTS if need.spec.value_dim is not None else None)
     require(_AHEAD if need.sees_ahead else None)
     sizes = tuned_sizes("paged_attention", "tpu", need.device.kind)
     rows = tpu_layout.scale_rows(need.num_kv_heads)
