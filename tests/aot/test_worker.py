@@ -243,6 +243,20 @@ def test_latents_are_whole_on_each_device(num_devices, tmp_path):
         ]
 
 
+def test_queries_of_many_heads_in_the_latents_space_are_wider_than_an_mlp(tmp_path):
+    few, many = (
+        spec_of(
+            DEEPSEEK_V2_LITE
+            | {"num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads},
+            tmp_path,
+        )
+        for heads in (16, 128)
+    )
+    wider = 128 * 576 - 10944
+    more = temp_bytes_at_most(many) - temp_bytes_at_most(few)
+    assert more == 4 * 2 * many.config.max_num_batched_tokens * wider
+
+
 def test_layers_of_gemma_4_differ_in_heads(tmp_path):
     """16 query heads of 256 in layers with a window, of 512 in the others; four devices have four each."""
     for num_devices in (1, 4):

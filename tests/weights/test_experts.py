@@ -75,7 +75,10 @@ def test_experts_are_stacked_gate_before_up(mixtral):
 
 @pytest.mark.parametrize(
     "family",
-    ["mixtral", "qwen3_moe", "minimax_m2", "granitemoe", "ernie4_5_moe", "deepseek_v3"],
+    [
+        *("mixtral", "qwen3_moe", "minimax_m2", "granitemoe", "ernie4_5_moe"),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    ],
 )
 def test_checkpoints_with_stacked_experts_are_the_same_model(family, tmp_path):
     """As transformers 5 has them in memory, and can write them."""
