@@ -13,6 +13,7 @@ import transformers
 from jaxpage import LLM, SamplingParams
 from jaxpage.rl import Sampler, load_module, logprobs
 from tests import checkpoints, mixtures
+from tests.end_to_end import test_host_blocks as host_blocks
 from tests.end_to_end.test_speculation import LOOKUP, requests
 from tests.pooling.pooling_checkpoints import OPTIONS, normalised, texts
 
@@ -46,6 +47,28 @@ def test_tokens_are_those_without_drafts(speculative, path, expected):
     got = checkpoints.answers(llm, *requests())
     checkpoints.assert_same_answers(got, expected, atol=2e-4)
     assert llm.stats().num_accepted_tokens > 0
+
+
+def test_swapped_latents_and_those_from_the_disk_are_the_same(path, tmp_path):
+    """With a tenth of the blocks that the work wants, in small chunks."""
+    work = host_blocks.work()
+    large = host_blocks.make_llm(path, host_blocks.LARGE, enforce_eager=True)
+    expected = checkpoints.answers(large, *work)
+    assert large.stats().num_preemptions == 0
+    bytes_per_block = 3 * host_blocks.BLOCK_SIZE * 28 * 4
+    assert large._engine.runner.pool_spec.bytes_per_block == bytes_per_block
+    llm = host_blocks.make_llm(
+        path,
+        host_blocks.SMALL["llama"],
+        enforce_eager=True,
+        preemption_mode="swap",
+        swap_space=host_blocks.FEW * bytes_per_block / 2**30,
+        kv_offload_dir=str(tmp_path),
+    )
+    for _ in range(2):  # the second time host and disk hold what was evicted
+        checkpoints.assert_same_answers(checkpoints.answers(llm, *work), expected, atol=1e-4)
+    stats = llm.stats()
+    assert stats.num_preemptions and stats.num_blocks_swapped_in and stats.num_disk_hit_blocks
 
 
 @pytest.mark.parametrize("tokens", [256, 24])
