@@ -70,7 +70,7 @@ class KVPoolSpec:
 
     @property
     def slot_width(self) -> int:
-        """Of the keys that a `value_dim` leaves alone: on a TPU whole registers, as it has them in memory anyway."""
+        """Numbers that a key takes, with a `value_dim`: in the layout "tpu" those of whole registers."""
         return self.head_dim + (-self.head_dim % _LANES if self.layout == "tpu" else 0)
 
     @property
