@@ -161,6 +161,16 @@ def test_a_plan_replaces_none_of_its_own_states():
     assert states.find([b"b"], 1, always).num_blocks == 1
 
 
+def test_a_state_whose_blocks_are_computed_again_is_in_use_again():
+    states = StateCache(range(5, 7), block_size=4)
+    assert {states.save(b"a"), states.save(b"b")} == {5, 6}
+    states.begin_plan()
+    assert states.save(b"a") == 0
+    assert states.save(b"c") in (5, 6)
+    assert states.find([b"a"], 1, always).num_blocks == 1
+    assert states.find([b"b"], 1, always).num_blocks == 0
+
+
 def test_by_default_a_state_saves_many_tokens():
     states = StateCache(range(5, 7), block_size=16)
     least = LEAST_TOKENS // 16
