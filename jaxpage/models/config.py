@@ -5,6 +5,7 @@ Knows the names of transformers' config attributes. Must not know parameters or 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -266,11 +267,7 @@ def decoder_config(
     `max_model_len` defaults to the config's `max_position_embeddings`. Raises ValueError for what is not supported.
     """
     architecture = facts.get("architecture") or (hf.architectures or ["?"])[0]
-    for name in _COUNTS:
-        if not isinstance(count := getattr(hf, name), int) or count < 1:
-            raise ValueError(
-                f"{architecture}: {name} is {count!r} in config.json; it must be a positive integer"
-            )
+    counts_of(hf, _COUNTS, architecture)
     num_heads, num_kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     if num_heads % num_kv_heads:
         raise ValueError(
@@ -309,6 +306,17 @@ def decoder_config(
         "initializer_range": hf.initializer_range,
     }
     return ModelConfig(**(fields | facts))
+
+
+def counts_of(hf: PretrainedConfig, names: Iterable[str], owner: str) -> list[int]:
+    """These numbers of `hf`. Raises ValueError, which names their `owner`, for one that is no positive integer."""
+    counts = {name: getattr(hf, name) for name in names}
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"{owner}: {name} is {count!r} in config.json; it must be a positive integer"
+            )
+    return list(counts.values())
 
 
 def activation_of(hf: PretrainedConfig, owner: str) -> str:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import ExpertsConfig, MambaOptions, ModelConfig, RecurrentLayers
+from jaxpage.models.config import (
+    ExpertsConfig,
+    MambaOptions,
+    ModelConfig,
+    RecurrentLayers,
+    counts_of,
+)
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.granite import GraniteLayer, granite_config
 from jaxpage.models.mamba2 import MIXED, Mamba2, part_sizes
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _RECURRENT, _FULL = "linear_attention", "full_attention"
+_COUNTS = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
 
 class GraniteHybridLayer(GraniteLayer):
@@ -89,32 +96,23 @@ def _experts(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:
-    kinds = hf.layer_types
+    owner, kinds = "GraniteMoeHybridForCausalLM", hf.layer_types
     unknown = sorted(set(kinds) - {_RECURRENT, _FULL})
     if unknown or len(kinds) != hf.num_hidden_layers or _FULL not in kinds:
         raise ValueError(
-            f"GraniteMoeHybridForCausalLM: layer_types must have {_RECURRENT} or {_FULL} for each of "
+            f"{owner}: layer_types must have {_RECURRENT} or {_FULL} for each of "
             f"{hf.num_hidden_layers} layers, and at least one {_FULL}; config.json has {', '.join(kinds)}"
         )
     if _RECURRENT not in kinds:
         return {}
-    names = ("n_heads", "n_groups", "d_state", "d_head", "d_conv")
-    counts = {f"mamba_{name}": getattr(hf, f"mamba_{name}") for name in names}
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(
-                f"GraniteMoeHybridForCausalLM: {name} is {count!r} in config.json; it must be a positive integer"
-            )
-    heads, groups, key_dim, value_dim, num_taps = counts.values()
+    heads, groups, key_dim, value_dim, num_taps = counts_of(hf, _COUNTS, owner)
     if heads % groups:
         raise ValueError(
-            f"GraniteMoeHybridForCausalLM: {heads} heads cannot be in {groups} equal groups; check mamba_n_heads and "
+            f"{owner}: {heads} heads cannot be in {groups} equal groups; check mamba_n_heads and "
             "mamba_n_groups in config.json"
         )
     if hf.hidden_act != "silu":
-        raise ValueError(
-            f"GraniteMoeHybridForCausalLM: hidden_act is {hf.hidden_act!r}; supported is 'silu'"
-        )
+        raise ValueError(f"{owner}: hidden_act is {hf.hidden_act!r}; supported is 'silu'")
     least, most = hf.time_step_limit or (0.0, float("inf"))
     sizes = RecurrentLayers(
         layers=tuple(index for index, kind in enumerate(kinds) if kind == _RECURRENT),

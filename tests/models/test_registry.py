@@ -86,6 +86,10 @@ MORE = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "GraniteMoeHybridForCausalLM": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "position_embedding_type": "rope",
+    },
     "NemotronForCausalLM": {"num_key_value_heads": 8},
 }
 
