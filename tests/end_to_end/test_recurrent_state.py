@@ -198,9 +198,8 @@ def test_a_replay_has_the_recorded_number_of_cached_states(path, tmp_path, monke
     """Here the device that replays has room for one state."""
     file = tmp_path / "calls"
     prompts = [*prompts_of((300, 310)), *prompts_of((300, 310))]
-    sizes = {"max_model_len": 512, "block_size": 16}
     with few_programs():
-        llm = checkpoints.make_llm(path, **sizes, record_calls=str(file))
+        llm = checkpoints.make_llm(path, max_model_len=512, block_size=16, record_calls=str(file))
         for prompt in prompts:
             answers(llm, [prompt])
         assert llm.stats().prefix_cache_hits == 288 + 304
