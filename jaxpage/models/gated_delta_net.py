@@ -1,5 +1,4 @@
-"""Layers with a recurrent state: Gated DeltaNet (https://arxiv.org/abs/2412.06464), as Qwen3.5 and
-Qwen3-Next have it.
+"""Layers with a recurrent state: Gated DeltaNet (https://arxiv.org/abs/2412.06464), of Qwen3.5 and Qwen3-Next.
 
 Attribute paths are the checkpoint's names, but what it has in one projection of q, k and v, and more in Qwen3-Next, are
 several here: a device of several has some heads of each.

@@ -4,8 +4,8 @@ A row's tokens begin where the step before ended, so each step reads the state o
 sequence starts, and starts again after preemption, with zeros, or with a copy of a state in the prefix cache, which has
 slots behind those of requests. A sibling row has no tokens: it gets a copy of the state after the row before it.
 
-Letters: Q request slots, R rows, T packed tokens, C channels of a convolution, N, J, D, F, W as in
-`models.config.RecurrentLayers`.
+Letters: Q slots of requests and of the prefix cache, R rows, T packed tokens, C channels of a convolution, N, J, D, F,
+W as in `models.config.RecurrentLayers`.
 """
 
 from __future__ import annotations

@@ -131,8 +131,11 @@ def test_slots_of_aborted_requests_are_as_new(path, expected):
     checkpoints.assert_same_answers(got, expected[::-1], atol=1e-4)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_prompts_begin_with_states_in_the_prefix_cache(devices, path):
+@pytest.mark.parametrize(
+    ("family", "devices"), [("qwen3_5", 1), ("qwen3_5", 2), ("granite_hybrid", 1)]
+)
+def test_prompts_begin_with_states_in_the_prefix_cache(family, devices, tmp_path):
+    path = BUILD[family](family, 0, tmp_path)
     sizes = {"max_model_len": 512, "block_size": 16, "tensor_parallel_size": devices}
     start, end, other = prompts_of((260, 230, 20))
     # The first leaves a state after 480 tokens, the third one where they differ.
@@ -195,9 +198,8 @@ def test_a_replay_has_the_recorded_number_of_cached_states(path, tmp_path, monke
     """Here the device that replays has room for one state."""
     file = tmp_path / "calls"
     prompts = [*prompts_of((300, 310)), *prompts_of((300, 310))]
-    sizes = {"max_model_len": 512, "block_size": 16}
     with few_programs():
-        llm = checkpoints.make_llm(path, **sizes, record_calls=str(file))
+        llm = checkpoints.make_llm(path, max_model_len=512, block_size=16, record_calls=str(file))
         for prompt in prompts:
             answers(llm, [prompt])
         assert llm.stats().prefix_cache_hits == 288 + 304
