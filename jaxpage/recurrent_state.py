@@ -51,29 +51,32 @@ def with_recurrent_state(
             )
     if num_seqs is None:
         fitting = _num_fitting(_MOST_STATES, model, device_bytes, num_devices)
-        num_seqs = min(config.max_num_seqs, 1 << max(fitting, 1).bit_length() - 1)
+        num_seqs = min(config.max_num_seqs, fitting)
     return replace(config, max_num_seqs=num_seqs)
 
 
 def num_cached_states(
     config: ResolvedConfig, model: ModelConfig, *, device_bytes: int, num_devices: int
 ) -> int:
-    """States in the prefix cache: as many as fit in a part of the memory, but at least one and at most two for each
-    running sequence, which keeps two when it begins. 0 without prefix cache, or if the model has no such state.
+    """States in the prefix cache: a power of two that fits in a part of the memory, at most two for each running
+    sequence, which keeps two when it begins. 0 without prefix cache, or if the model has no such state.
     """
     if model.recurrent is None or not config.enable_prefix_caching:
         return 0
     fitting = _num_fitting(_MOST_CACHED, model, device_bytes, num_devices)
-    return min(max(fitting, 1), 2 * config.max_num_seqs)
+    return min(fitting, 2 * config.max_num_seqs)
 
 
 def _num_fitting(part: float, model: ModelConfig, device_bytes: int, num_devices: int) -> int:
-    """How many states have room in a part of the memory of each device."""
+    """How many states have room in a part of the memory of each device: the largest power of two, at least 1. So hosts
+    with a little more or less memory have the same number.
+    """
     assert model.recurrent is not None
     # See `runner.recurrence.recurrent_axes`.
     shares = 1 if model.recurrent.num_key_heads % num_devices else num_devices
     most = int(part * device_bytes) * shares
-    return most // sequence_bytes(model.recurrent, model.dtype)
+    fitting = max(most // sequence_bytes(model.recurrent, model.dtype), 1)
+    return 1 << fitting.bit_length() - 1
 
 
 def sequence_bytes(sizes: RecurrentLayers, dtype: DTypeLike) -> int:
