@@ -68,7 +68,7 @@ def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collecti
     projections = [
         each
         for each in divided
-        if each.axes[0] in ("heads", "kv_heads") and ".self_attn." in each.path
+        if each.path.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
     ]
     return found + [Collective("all-gather", 1, each.shape[0] * itemsize) for each in projections]
 
