@@ -96,7 +96,8 @@ def nemotron_h(
         "mamba_num_heads": heads[0] * heads[1],
         "ssm_state_size": dims[0],
         "mamba_head_dim": dims[1],
-        # transformers has it as a limit in prompts, but not in decode steps; so small, it is none in either.
+        # In transformers the least time step of a prompt, here and in vLLM only the least of an initial weight. So small,
+        # it is no limit there.
         "time_step_min": 1e-9,
         **other,
     }
@@ -470,7 +471,7 @@ VARIANTS["granite_hybrid"] = [
     ),
 ]
 VARIANTS["nemotron_h"] = [
-    shape(4, 2, hidden=48, head_dim=16, **nemotron_h("M-*-M", heads=(2, 3), dims=(24, 16))),
+    shape(4, 2, hidden=96, head_dim=16, **nemotron_h("M-*-M", heads=(2, 3), dims=(24, 16))),
     shape(
         8,
         1,
@@ -484,6 +485,9 @@ VARIANTS["nemotron_h"] = [
             use_bias=True,
             use_conv_bias=False,
             mlp_bias=True,
+            # Theirs and ours.
+            time_step_min=0.2,
+            time_step_limit=[0.2, float("inf")],
         ),
     ),
     shape(

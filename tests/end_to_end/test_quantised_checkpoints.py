@@ -39,6 +39,9 @@ CASES = [
     ("qwen3_5_moe", "awq-g32", 24),
     ("qwen3_next", "fp8-block", 24),
     ("qwen3_next", "gptq-4-asym", 24),
+    ("nemotron_h", "fp8-block", 0),
+    ("nemotron_h_moe", "fp8-block", 0),
+    ("nemotron_h_moe", "awq-g32", 0),
 ]
 _RECURRENT = dense_families.qwen3_5(4, head_dim=32, heads=(2, 4), dims=(64, 64))
 # Of a family: its own sizes, and the layers that released checkpoints leave as floats.
@@ -47,6 +50,11 @@ OWN_SIZES = {
     "qwen3_5_moe": _RECURRENT | {"shared_expert_intermediate_size": 128},
     "qwen3_next": _RECURRENT
     | {"shared_expert_intermediate_size": 128, "rope_parameters": mixtures.PARTIAL},
+    "nemotron_h": {"head_dim": 32, "n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 64},
+    "nemotron_h_moe": {
+        **{"head_dim": 32, "n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 64},
+        "moe_shared_expert_intermediate_size": 128,
+    },
 }
 FLOATS = dict.fromkeys(OWN_SIZES, ("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba"))
 

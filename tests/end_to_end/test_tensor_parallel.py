@@ -37,7 +37,7 @@ WAYS = {
 }
 PREEMPTED = ("preempted", "swapped")
 # Of families with a recurrent state: they have no prefix cache, and nothing to swap. Nor have they beams.
-RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_moe")
 NOT_OF_RECURRENT = ("no prefix cache", "swapped")
 PROMPT_LENS, MAX_TOKENS, BEAM_TOKENS = (1, 30, 7, 64, 90, 30, 11), 24, 9
 
