@@ -14,8 +14,7 @@ from jaxpage.aot.attention_time import Rows, bundles
 from jaxpage.aot.estimate import Estimate, kv_bytes, num_checked, without_head
 from jaxpage.aot.tpu_schedule import Region
 
-# The beginning of names of kernels for recurrent states, of rows of one token and of several.
-_ONE_TOKEN, _SEVERAL = ("delta_rule", "mamba2"), ("delta_rule",)
+_OF_STATES = ("delta_rule", "mamba2")  # beginnings of names of kernels for recurrent states
 NOT_MODELLED = (
     "not modelled: waiting for DMAs within a kernel, gaps between programs and instructions, transfers that overlap "
     "with products, branches for requests that ask for more than sampling; XLA's estimates of passes over large "
@@ -109,7 +108,7 @@ def _parts(
             found.append(Part(what=what, count=each["count"], ms=each["cycles"] * of_cycle))
         found.append(Part(what=f"{name}: others", count=1, ms=(time["cycles"] - listed) * of_cycle))
         for kernel in time["kernels"]:
-            is_elsewhere = kernel["name"].startswith(("paged_attention", *_ONE_TOKEN))
+            is_elsewhere = kernel["name"].startswith(("paged_attention", *_OF_STATES))
             if is_elsewhere or kernel["program"] is None:
                 continue
             once = Region.of(kernel["program"]).bundles
@@ -128,8 +127,7 @@ def _recurrent_parts(
     the bandwidth, or flops over the peak.
     """
     recurrence, chip, (count, query_len, _) = measured["recurrence"], measured["chip"], case
-    names = _ONE_TOKEN if query_len == 1 else _SEVERAL
-    kernels = [x for x in program["time"]["kernels"] if x["name"].startswith(names)]
+    kernels = [x for x in program["time"]["kernels"] if x["name"].startswith(_OF_STATES)]
     if not kernels or recurrence is None:
         return []
     flops = recurrence["flops_per_token" if query_len == 1 else "flops_in_prompts"]

@@ -1,4 +1,4 @@
-"""Are the kernels of the gated delta rule correct on this device? See `kernels`."""
+"""Are the kernels of the gated delta rule and of Mamba-2 correct on this device? See `kernels`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ import numpy as np
 
 from jaxpage.bench import oracle
 from jaxpage.bench.kernel_check import BAR_FLOAT32, Check
+from jaxpage.ops.delta_rule import AnyTokens
 from pallas_kernels.delta_rule import cases, tpu, tpu_windows, xla
-from pallas_kernels.delta_rule.reference import Tokens
+from pallas_kernels.delta_rule.chunks import DELTA, Rule
+from pallas_kernels.mamba2 import cases as mamba2_cases
+from pallas_kernels.mamba2 import tpu as mamba2_tpu
+from pallas_kernels.mamba2 import tpu_windows as mamba2_windows
+from pallas_kernels.mamba2.chunks import MAMBA2
 
 
 class _Row(NamedTuple):
@@ -22,40 +27,66 @@ class _Row(NamedTuple):
     begins: bool  # the state before is zero, whatever is in the slot
 
 
+class _Rule(NamedTuple):
+    name: str  # the folder of its kernels
+    cases: Any  # its module of cases
+    rule: Rule  # for XLA
+    one_token: Callable[..., Any]  # kernels of a TPU
+    by_windows: Callable[..., Any]
+    oracle: Callable[..., tuple[np.ndarray, np.ndarray]]
+
+
+_RULES = (
+    _Rule("delta_rule", cases, DELTA, tpu.one_token, tpu_windows.by_windows, oracle.delta_rule),
+    _Rule(
+        "mamba2",
+        mamba2_cases,
+        MAMBA2,
+        mamba2_tpu.one_token,
+        mamba2_windows.by_windows,
+        oracle.mamba2,
+    ),
+)
+
+
 def checks(platform: str, tiny: bool) -> Iterator[Check]:
     """Rows of one token, and of several in windows. NaN is in the null slot and where a sequence begins."""
-    step = 3 if tiny else 1
-    for case in cases.CASES[::step]:
-        arguments = cases.arguments(case)
+    for rule in _RULES:
+        yield from _checks(rule, platform, 3 if tiny else 1)
+
+
+def _checks(rule: _Rule, platform: str, step: int) -> Iterator[Check]:
+    """step: one of so many cases."""
+    for case in rule.cases.CASES[::step]:
+        arguments = rule.cases.arguments(case)
         given = arguments["rows"]
         slots, begins = np.asarray(given.slots), np.asarray(given.begins)
         rows = [_Row(slots[i], i, i + 1, begins[i]) for i in range(case.rows)]
-        kernels = {"tpu": tpu.one_token, "xla": partial(xla.one_token, together=case.most)}
-        error = partial(_error, arguments["states"], given.tokens, rows)
-        yield from _checks(platform, kernels, f"one token, {case.name}", arguments, error)
-    for case in cases.WINDOW_CASES[::step]:
-        arguments = cases.window_arguments(case)
+        by_xla = partial(xla.one_token, together=case.most, rule=rule.rule)
+        error = partial(_error, rule, arguments["states"], given.tokens, rows)
+        for module, run in _of_platform(platform, rule.one_token, by_xla):
+            name = f"{rule.name} ({module}) one token, {case.name}"
+            yield Check(name, run, tuple(arguments.values()), error, BAR_FLOAT32)
+    for case in rule.cases.WINDOW_CASES[::step]:
+        arguments = rule.cases.window_arguments(case)
         rows = [_Row(*row) for row in case.rows]
-        kernels = {"tpu": tpu_windows.by_windows, "xla": xla.by_windows}
-        error = partial(_error, arguments["states"], arguments["windows"], rows)
-        yield from _checks(platform, kernels, f"windows, {case.name}", arguments, error)
+        by_xla = partial(xla.by_windows, rule=rule.rule)
+        error = partial(_error, rule, arguments["states"], arguments["windows"], rows)
+        for module, run in _of_platform(platform, rule.by_windows, by_xla):
+            name = f"{rule.name} ({module}) windows, {case.name}"
+            yield Check(name, run, tuple(arguments.values()), error, BAR_FLOAT32)
 
 
-def _checks(
-    platform: str,
-    kernels: dict[str, Callable[..., Any]],
-    name: str,
-    arguments: dict[str, Any],
-    error: Callable[[Any], float],
-) -> Iterator[Check]:
-    """One for each of the kernels that this platform can run."""
-    for module, run in kernels.items():
-        if module in (platform, "xla"):
-            given = tuple(arguments.values())
-            yield Check(f"delta_rule ({module}) {name}", run, given, error, BAR_FLOAT32)
+def _of_platform(
+    platform: str, kernel: Callable[..., Any], by_xla: Callable[..., Any]
+) -> list[tuple[str, Callable[..., Any]]]:
+    """What this platform can run."""
+    return [*([("tpu", kernel)] if platform == "tpu" else []), ("xla", by_xla)]
 
 
-def _error(states: jax.Array, tokens: Tokens, rows: list[_Row], found: tuple) -> float:
+def _error(
+    rule: _Rule, states: jax.Array, tokens: AnyTokens, rows: list[_Row], found: tuple
+) -> float:
     """The largest relative error of a row's state or outputs; inf if another slot but the null slot has changed."""
     new, out = map(np.asarray, found)
     before = np.asarray(states)
@@ -67,7 +98,7 @@ def _error(states: jax.Array, tokens: Tokens, rows: list[_Row], found: tuple) ->
     for row in rows:
         state = np.zeros(before.shape[1:]) if row.begins else oracle.float64(before[row.slot])
         own = slice(row.first, row.end)
-        after, wanted = oracle.delta_rule(state, *(x[own] for x in flat))
+        after, wanted = rule.oracle(state, *(x[own] for x in flat))
         errors += [oracle.relative(new[row.slot], after), oracle.relative(out[own], wanted)]
     others = np.setdiff1d(np.arange(1, len(before)), [row.slot for row in rows])
     if new[others].tobytes() != before[others].tobytes():

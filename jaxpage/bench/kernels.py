@@ -43,6 +43,7 @@ OPERATIONS = (
     "kv_write",
     "rope",
     "delta_rule",
+    "mamba2",
 )
 ROWS = ("q", "pool", "block_table", "kv_lens", "query_starts")
 THREADS = 8  # to compile with

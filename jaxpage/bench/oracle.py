@@ -109,6 +109,22 @@ def delta_rule(
     return state, out
 
 
+def mamba2(
+    state: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, log_decay: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The state [N, D, V] after T tokens of one sequence, and their outputs [T, N, V]; float64.
+
+    q, k: [T, N, D], v: [T, N, V], log_decay: [T, N, J] with V = J F. The definition is the docstring of
+    `pallas_kernels.mamba2.reference`.
+    """
+    out = np.zeros(v.shape)
+    for t in range(len(v)):
+        decay = np.repeat(np.exp(log_decay[t]), v.shape[-1] // log_decay.shape[-1], axis=-1)
+        state = state * decay[:, None] + np.einsum("nd,nv->ndv", k[t], v[t])
+        out[t] = np.einsum("ndv,nd->nv", state, q[t])
+    return state, out
+
+
 def worst_row(out: jax.Array, starts: jax.Array, expected: Rows) -> float:
     """The largest |out - expected| / |expected| over rows, of all a row's queries together; inf if not finite.
 

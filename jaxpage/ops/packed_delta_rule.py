@@ -24,6 +24,7 @@ from pallas_kernels.delta_rule import tpu, tpu_windows, xla
 from pallas_kernels.delta_rule.reference import Parts, Rows, Tokens
 from pallas_kernels.lists import expand
 from pallas_kernels.mamba2 import tpu as mamba2_tpu
+from pallas_kernels.mamba2 import tpu_windows as mamba2_windows
 
 _TOGETHER = 8  # rows of one token, in steps with longer ones
 
@@ -93,8 +94,13 @@ def _by_windows(
         begins=rows.begins[row],
     )
     by_xla = partial(xla.by_windows, rule=rule_of(tokens))
-    serves = isinstance(tokens, Tokens) and tpu_windows.unsupported_reason(field) is None
-    kernel = tpu_windows.by_windows if serves else by_xla
+    if isinstance(tokens, Tokens):
+        reason, kernel = tpu_windows.unsupported_reason(field), tpu_windows.by_windows
+    else:
+        num_values = tokens.log_decay.shape[-1]
+        reason = mamba2_windows.unsupported_reason(field, num_values)
+        kernel = mamba2_windows.by_windows
+    kernel = by_xla if reason else kernel
     field, out = lax.platform_dependent(field, windows, parts, total[0], tpu=kernel, default=by_xla)
     counts = jnp.expand_dims(counts, range(1, tokens.v.ndim))
     out = jnp.where(counts, out.reshape(-1, *tokens.v.shape[1:]), 0.0)

@@ -121,38 +121,48 @@ class _Refs(NamedTuple):
     out: Any  # values
 
 
-class _Own(NamedTuple):
+class Own(NamedTuple):
     """The tokens of the part: bool[C, 1], and which of them sees which, bool[C, C]."""
 
     tokens: jax.Array
     visible: jax.Array
 
 
-class _Gates(NamedTuple):
-    """Of a value head: what it forgets and how much it corrects."""
+def own_tokens(first: jax.Array, end: jax.Array, size: int) -> Own:
+    """Of a part in a window of `size` tokens."""
+    column = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+    lane = lax.broadcasted_iota(jnp.int32, (1, size), 1)
+    is_own = (column >= first) & (column < end)
+    return Own(is_own, is_own & (lane >= first) & (lane <= column))
 
-    rate: jax.Array  # [C, 1]: beta
-    since: jax.Array  # [C, 1]: the decay of the state before the part until each token
-    left: jax.Array  # [C, 1]: the decay of each token until the last one
-    decay: jax.Array  # [C, C]: of the second until the first
+
+class Decays(NamedTuple):
+    """Of a value head."""
+
+    since: jax.Array  # [C, 1]: of the state before the part until each token
+    left: jax.Array  # [C, 1]: of each token until the last one
+    between: jax.Array  # [C, C]: of the second until the first
     whole: jax.Array  # [1, 1]: of the state before the part until its last token
 
 
-def _gates(refs: _Refs, own: _Own, head: int, value: int) -> _Gates:
-    def column(ref: Any) -> jax.Array:
-        return ref[head, :, pl.ds(value, 1)]
-
-    total, zero = column(refs.total), jnp.zeros((), jnp.float32)
-    start = jnp.max(jnp.where(own.tokens, column(refs.before), -jnp.inf), 0, keepdims=True)
+def decays(own: Own, total: jax.Array, before: jax.Array, total_in_lanes: jax.Array) -> Decays:
+    """total, before: [C, 1], the sums of log decays up to each token of the window, and without its own;
+    total_in_lanes: [1, C].
+    """
+    zero = jnp.zeros((), jnp.float32)
+    start = jnp.max(jnp.where(own.tokens, before, -jnp.inf), 0, keepdims=True)
     end = jnp.min(jnp.where(own.tokens, total, jnp.inf), 0, keepdims=True)
-    between = total - refs.total_in_lanes[head, pl.ds(value, 1)]
-    return _Gates(
-        rate=jnp.where(own.tokens, column(refs.beta), zero),
+    return Decays(
         since=jnp.exp(jnp.where(own.tokens, total - start, zero)),
         left=jnp.exp(jnp.where(own.tokens, end - total, -jnp.inf)),
-        decay=jnp.exp(jnp.where(own.visible, between, -jnp.inf)),
+        between=jnp.exp(jnp.where(own.visible, total - total_in_lanes, -jnp.inf)),
         whole=jnp.exp(end - start),
     )
+
+
+def _decays(refs: _Refs, own: Own, head: int, value: int) -> Decays:
+    total, before = (ref[head, :, pl.ds(value, 1)] for ref in (refs.total, refs.before))
+    return decays(own, total, before, refs.total_in_lanes[head, pl.ds(value, 1)])
 
 
 def _body(*given: Any) -> None:
@@ -165,19 +175,21 @@ def _body(*given: Any) -> None:
         (heads, num_values, size), zero = refs.v.shape[:3], jnp.zeros((), jnp.float32)
         column = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         lane = lax.broadcasted_iota(jnp.int32, (1, size), 1)
-        first, end = refs.first[part], refs.end[part]
-        is_own = (column >= first) & (column < end)
-        own = _Own(is_own, is_own & (lane >= first) & (lane <= column))
+        own = own_tokens(refs.first[part], refs.end[part], size)
+        is_own = own.tokens
         is_new_window = (part == 0) | (refs.window[jnp.maximum(part - 1, 0)] != refs.window[part])
         pairs = [(head, value) for head in range(heads) for value in range(num_values)]
         keys = [jnp.where(is_own, refs.k[head], zero) for head in range(heads)]
         queries = [jnp.where(is_own, refs.q[head], zero) for head in range(heads)]
         both = [jnp.concatenate(x, axis=0) for x in zip(keys, queries, strict=True)]
-        products = [_product(x, key, 1, 1) for x, key in zip(both, keys, strict=True)]  # [2 C, C]
-        gates = [_gates(refs, own, *pair) for pair in pairs]
+        products = [product(x, key, 1, 1) for x, key in zip(both, keys, strict=True)]  # [2 C, C]
+        found = [_decays(refs, own, *pair) for pair in pairs]
+        rates = [
+            jnp.where(is_own, refs.beta[head, :, pl.ds(value, 1)], zero) for head, value in pairs
+        ]
         systems = [
-            jnp.where(lane < column, gate.rate * products[head][:size] * gate.decay, zero)
-            for gate, (head, _) in zip(gates, pairs, strict=True)
+            jnp.where(lane < column, rate * products[head][:size] * decay.between, zero)
+            for decay, rate, (head, _) in zip(found, rates, pairs, strict=True)
         ]
         inverses = _unit_lower_inverses(systems, column, lane)
         old = []
@@ -185,18 +197,20 @@ def _body(*given: Any) -> None:
             stored = jnp.where(refs.begins[part] > 0, zero, refs.states[pair])
             old.append(jnp.where(refs.is_first[part] > 0, stored, refs.new_states[pair]))
         known = [
-            _product(both[head], state, 1, 0) for state, (head, _) in zip(old, pairs, strict=True)
+            product(both[head], state, 1, 0) for state, (head, _) in zip(old, pairs, strict=True)
         ]
         new = [
-            _product(inverse, gate.rate * (refs.v[pair] - gate.since * seen[:size]), 1, 0)
-            for inverse, gate, seen, pair in zip(inverses, gates, known, pairs, strict=True)
+            product(inverse, rate * (refs.v[pair] - decay.since * seen[:size]), 1, 0)
+            for inverse, decay, rate, seen, pair in zip(
+                inverses, found, rates, known, pairs, strict=True
+            )
         ]
-        for n, (pair, gate) in enumerate(zip(pairs, gates, strict=True)):
-            added = _product(gate.left * keys[pair[0]], new[n], 0, 0)
-            refs.new_states[pair] = old[n] * gate.whole + added
-        for n, (pair, gate) in enumerate(zip(pairs, gates, strict=True)):
-            outputs = _product(products[pair[0]][size:] * gate.decay, new[n], 1, 0)
-            outputs += gate.since * known[n][size:]
+        for n, (pair, decay) in enumerate(zip(pairs, found, strict=True)):
+            added = product(decay.left * keys[pair[0]], new[n], 0, 0)
+            refs.new_states[pair] = old[n] * decay.whole + added
+        for n, (pair, decay) in enumerate(zip(pairs, found, strict=True)):
+            outputs = product(products[pair[0]][size:] * decay.between, new[n], 1, 0)
+            outputs += decay.since * known[n][size:]
             others = jnp.where(is_new_window, zero, refs.out[pair])
             refs.out[pair] = jnp.where(is_own, outputs, others)
 
@@ -219,18 +233,18 @@ def _unit_lower_inverses(
     width = 2
     while width < systems[0].shape[0]:
         below = [
-            _product(corner(each, width), inverse, 1, 0)
+            product(corner(each, width), inverse, 1, 0)
             for each, inverse in zip(systems, inverses, strict=True)
         ]
         inverses = [
-            inverse - _product(inverse, each, 1, 0)
+            inverse - product(inverse, each, 1, 0)
             for inverse, each in zip(inverses, below, strict=True)
         ]
         width *= 2
     return inverses
 
 
-def _product(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+def product(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     """The float32 product over an axis of each, in three products of bfloat16."""
 
     def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -24,9 +24,13 @@ WINDOW_CASES = (
     WindowCase(
         name="rows-that-share-windows",
         rows=((2, 0, 50, True), (1, 50, 52, False), (4, 60, 127, True)),
-        value_dim=24,
-        key_dim=16,
+        value_dim=32,
+        values=4,
     ),
+    WindowCase(
+        name="several-steps-a-row", rows=((1, 5, 100, False),), keys=1, values=24, value_dim=64
+    ),
+    WindowCase(name="wide-values", rows=((2, 30, 90, True),), value_dim=256),
     WindowCase(name="a-window-between", rows=((1, 0, 9, False), (5, 70, 128, True)), keys=1),
 )
 

@@ -44,7 +44,8 @@ MAMBA2 = {
     "granite-4-h-small": (64, 1, 128, 128, 64),
     "nemotron-h-8b": (64, 8, 16, 128, 64),
 }
-NAMES = (*(case.name for case in CALLS), *WINDOWS, *MAMBA2)
+NAMES = (*(case.name for case in CALLS), *WINDOWS)
+NAMES += tuple(name for each in MAMBA2 for name in (each, f"windows-{each}"))
 
 
 def programs(target: str) -> Iterator[Program]:
@@ -68,12 +69,13 @@ def programs(target: str) -> Iterator[Program]:
             )
         for name, (rows, keys, values, key_dim, value_dim) in MAMBA2.items():
             states = (rows + 1, keys, key_dim, values * value_dim)
-            yield Program(
-                name=name,
-                lower=partial(_lower_mamba2, values, states),
-                look=partial(_look, states),
-                observers=(sys.modules[__name__],),
-            )
+            for lower, kind in ((_lower_mamba2, name), (_lower_mamba2_windows, f"windows-{name}")):
+                yield Program(
+                    name=kind,
+                    lower=partial(lower, values, states),
+                    look=partial(_look, states),
+                    observers=(sys.modules[__name__],),
+                )
 
 
 def _states(case: Case) -> tuple[int, ...]:
@@ -121,6 +123,22 @@ def _lower_mamba2(num_values: int, states: tuple[int, ...]) -> Any:
     rows = Rows(spec(heads[:1], "int32"), spec(heads[:1], "bool"), tokens)
     arguments = (spec(states, "float32"), rows, spec((), "int32"))
     return jax.jit(one_token, donate_argnums=0).lower(*arguments)
+
+
+def _lower_mamba2_windows(num_values: int, states: tuple[int, ...]) -> Any:
+    import jax
+
+    from pallas_kernels.mamba2.reference import Tokens
+    from pallas_kernels.mamba2.tpu_windows import by_windows
+
+    _, num_keys, key_dim, num_columns = states
+    heads, num_parts = (32, 64, num_keys), 40
+    keys, values = spec((*heads, key_dim), "float32"), spec((*heads, num_columns), "float32")
+    windows = Tokens(keys, keys, values, spec((*heads, num_values), "float32"))
+    index, flag = spec((num_parts,), "int32"), spec((num_parts,), "bool")
+    parts = Parts(index, index, index, index, flag, flag)
+    arguments = (spec(states, "float32"), windows, parts, spec((), "int32"))
+    return jax.jit(by_windows, donate_argnums=0).lower(*arguments)
 
 
 def _look(states: tuple[int, ...], compiled: Any, log: str) -> dict[str, Any]:

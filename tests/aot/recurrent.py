@@ -1,5 +1,5 @@
-"""Steps of two models of Qwen3.5, whose layers have a recurrent state, but for every fourth: a dense one and one with
-experts. Each with eight layers.
+"""Steps of models whose layers have a recurrent state, but for every fourth: Qwen3.5, a dense one and one with experts,
+and Granite 4. Each with eight layers.
 """
 
 from __future__ import annotations
@@ -61,8 +61,37 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
+    "granite-4-h-micro": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "num_hidden_layers": LAYERS,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * ATTENTION_LAYERS,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "shared_intermediate_size": 8192,
+        "num_local_experts": 0,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "mamba_n_heads": 64,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "max_position_embeddings": 131072,
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+    },
 }
-PLACES = (Place("v6e:2x2", 1, "4B"), Place("v6e:2x2", 4, "35B-A3B"), Place("h200", 1, "4B"))
+PLACES = (
+    Place("v6e:2x2", 1, "4B"),
+    Place("v6e:2x2", 4, "35B-A3B"),
+    Place("h200", 1, "4B"),
+    Place("v5e:2x2", 1, "granite-4-h-micro"),
+)
 TARGETS = tuple(place.name for place in PLACES)
 
 
@@ -94,9 +123,11 @@ def _look(
     contents = parse(compiled.as_text() or "")
     sizes, num_slots = job.spec.model.config.recurrent, job.spec.step_spec.cached_state_slots.stop
     assert sizes is not None
-    heads = (sizes.num_key_heads // place.num_devices, sizes.values_per_key)
-    states = (num_slots, *heads, sizes.key_dim, sizes.value_dim)
+    num_keys, *others = sizes.state_shape
+    states = (num_slots, num_keys // place.num_devices, *others)
     return look(job, place.whole, name, compiled, log) | {
         "state_copies": list(copies_of_size(contents, [states])),
-        "delta_calls": sum("delta_rule" in call for call, _ in kernel_calls(contents)),
+        "state_calls": sum(
+            "delta_rule" in call or "mamba2" in call for call, _ in kernel_calls(contents)
+        ),
     }

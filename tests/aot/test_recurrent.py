@@ -40,11 +40,11 @@ def test_one_state_at_a_time_is_copied(found):
 
 
 def test_kernels_serve_on_tpus(place, found):
-    """In steps with prompts two launches of attention, see `paged_attention.tpu`, and two of the delta rule: by
+    """In steps with prompts two launches of attention, see `paged_attention.tpu`, and two that change states: by
     windows, and for rows of one token.
     """
     decode, forward = (len(each["attention_calls"]) for each in found[:2])
-    of_states = [each["delta_calls"] for each in found[:2]]
+    of_states = [each["state_calls"] for each in found[:2]]
     if place.target == "h200":
         assert decode > 0 and forward > 0 and of_states == [0, 0]
     else:

@@ -9,15 +9,21 @@ import pytest
 
 from jaxpage.bench import delta_rule
 
+RULES = ("delta_rule", "mamba2")
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one token, one-row", "windows, small-windows"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "delta_rule (xla) one token, one-row",
+        "delta_rule (xla) windows, small-windows",
+        "mamba2 (xla) one token, one-row",
+        "mamba2 (xla) windows, a-window-between",
+    ],
+)
 def test_wrong_states_and_outputs_are_found(name):
-    (check,) = (
-        each
-        for each in delta_rule.checks("cpu", tiny=False)
-        if each.name == f"delta_rule (xla) {name}"
-    )
+    (check,) = (each for each in delta_rule.checks("cpu", tiny=False) if each.name == name)
     states, out = map(np.array, jax.jit(check.run)(*check.arguments))
     assert 0 < check.error((states, out)) < 1e-5
     before = np.asarray(check.arguments[0])
@@ -39,6 +45,7 @@ def test_wrong_states_and_outputs_are_found(name):
 def test_every_kernel_is_checked_where_it_can_run():
     for platform, modules in (("cpu", {"xla"}), ("gpu", {"xla"}), ("tpu", {"xla", "tpu"})):
         names = [each.name for each in delta_rule.checks(platform, tiny=True)]
-        kinds = {tuple(name.split(", ")[0].split(maxsplit=2)[1:]) for name in names}
-        wanted = {(f"({m})", kind) for m in modules for kind in ("one token", "windows")}
-        assert kinds == wanted
+        found = {name.split(", ")[0] for name in names}
+        kinds = [(rule, kind) for rule in RULES for kind in ("one token", "windows")]
+        wanted = {f"{rule} ({m}) {kind}" for m in modules for rule, kind in kinds}
+        assert found == wanted

@@ -272,6 +272,7 @@ def test_a_family_with_experts(tmp_path):
         ("qwen3_5", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
         ("qwen3_5_moe", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
         ("qwen3_next", ("in_proj_qkvz", "in_proj_ba")),
+        ("granite_hybrid", ("in_proj",)),
         ("nemotron_h", ("in_proj", "up_proj", "down_proj")),
     ],
 )

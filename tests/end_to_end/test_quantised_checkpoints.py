@@ -39,23 +39,33 @@ CASES = [
     ("qwen3_5_moe", "awq-g32", 24),
     ("qwen3_next", "fp8-block", 24),
     ("qwen3_next", "gptq-4-asym", 24),
-    ("nemotron_h", "fp8-block", 0),
-    ("nemotron_h_moe", "fp8-block", 0),
-    ("nemotron_h_moe", "awq-g32", 0),
+    ("granite_hybrid", "ct-fp8-dynamic", 12),
+    ("granite_hybrid_moe", "fp8-block", 12),
+    ("nemotron_h", "fp8-block", 10),
+    ("nemotron_h_moe", "fp8-block", 12),
+    ("nemotron_h_moe", "awq-g32", 12),
 ]
 _RECURRENT = dense_families.qwen3_5(4, head_dim=32, heads=(2, 4), dims=(64, 64))
+_NEMOTRON_H = {"head_dim": 32, "n_groups": 2, "ssm_state_size": 32}
+_NEMOTRON_H |= {"mamba_num_heads": 8, "mamba_head_dim": 32}
 # Of a family: its own sizes, and the layers that released checkpoints leave as floats.
 OWN_SIZES = {
     "qwen3_5": _RECURRENT,
     "qwen3_5_moe": _RECURRENT | {"shared_expert_intermediate_size": 128},
     "qwen3_next": _RECURRENT
     | {"shared_expert_intermediate_size": 128, "rope_parameters": mixtures.PARTIAL},
-    "nemotron_h": {"head_dim": 32, "n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 64},
-    "nemotron_h_moe": {
-        **{"head_dim": 32, "n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 64},
-        "moe_shared_expert_intermediate_size": 128,
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H | {"moe_shared_expert_intermediate_size": 128},
+} | dict.fromkeys(
+    ("granite_hybrid", "granite_hybrid_moe"),
+    {
+        "num_hidden_layers": 3,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_state": 64,
+        "shared_intermediate_size": 128,
     },
-}
+)
 FLOATS = dict.fromkeys(OWN_SIZES, ("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba"))
 
 

@@ -36,9 +36,12 @@ WAYS = {
     "swapped": {"preemption_mode": "swap", "swap_space": 0.01},
 }
 PREEMPTED = ("preempted", "swapped")
-# Of families with a recurrent state: they have no prefix cache, and nothing to swap. Nor have they beams.
-RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_moe")
-NOT_OF_RECURRENT = ("no prefix cache", "swapped")
+# Families with a recurrent state have nothing to swap, nor beams.
+RECURRENT = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("granite_hybrid", "granite_hybrid_moe", "nemotron_h", "nemotron_h_moe"),
+)
+NOT_OF_RECURRENT = ("swapped",)
 PROMPT_LENS, MAX_TOKENS, BEAM_TOKENS = (1, 30, 7, 64, 90, 30, 11), 24, 9
 
 # By the last bit of a sum over devices a number may round to another integer, and these models have few numbers: 0.092

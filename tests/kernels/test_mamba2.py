@@ -13,11 +13,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.delta_rule import xla
 from pallas_kernels.delta_rule.cases import Case, WindowCase
-from pallas_kernels.mamba2 import cases, reference, tpu
+from pallas_kernels.mamba2 import cases, reference, tpu, tpu_windows
 from pallas_kernels.mamba2.cases import CASES, WINDOW_CASES
 from pallas_kernels.mamba2.chunks import MAMBA2
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+ODD_SIZES = WindowCase(
+    name="odd-sizes", rows=((2, 3, 90, False),), values=3, value_dim=24, key_dim=16
+)
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -66,20 +69,50 @@ def test_which_states_the_kernel_serves(shape, reason):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WINDOW_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*WINDOW_CASES, ODD_SIZES], ids=lambda case: case.name)
 def test_xla_by_windows(case):
-    """Other slots are as they were, to the bit."""
-    arguments = cases.window_arguments(case)
-    states, out = map(np.asarray, jax.jit(partial(xla.by_windows, rule=MAMBA2))(**arguments))
+    run = jax.jit(partial(xla.by_windows, rule=MAMBA2))
+    check_windows(run(**cases.window_arguments(case)), case, atol=2e-5)
+
+
+def check_windows(found, case: WindowCase, *, atol: float) -> None:
+    """Other slots are as they were, to the bit. Kernels add up three products of bfloat16."""
+    states, out = map(np.asarray, found)
     wanted, wanted_out = one_by_one(case)
     own = np.array([slot for slot, *_ in case.rows], int)
     others = np.setdiff1d(np.arange(1, len(states)), own)
     np.testing.assert_array_equal(states[others], wanted[others])
     assert np.isfinite(wanted[own]).all()
-    np.testing.assert_allclose(states[own], wanted[own], atol=2e-5, rtol=0)
+    np.testing.assert_allclose(states[own], wanted[own], atol=atol, rtol=0)
     out = out.reshape(-1, *out.shape[2:])
     for _, first, end, _ in case.rows:
-        np.testing.assert_allclose(out[first:end], wanted_out[first:end], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(out[first:end], wanted_out[first:end], atol=atol, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WINDOW_CASES, ids=lambda case: case.name)
+def test_the_kernel_by_windows(case):
+    run = jax.jit(partial(tpu_windows.by_windows, interpret=INTERPRETED))
+    check_windows(run(**cases.window_arguments(case)), case, atol=5e-5)
+    assert interpret_pallas_call.races is not None
+    assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_values", "reason"),
+    [
+        ((8, 1, 128, 4096), 64, None),
+        ((8, 8, 128, 1024), 16, None),
+        ((8, 1, 128, 3072), 48, None),
+        ((8, 1, 256, 512), 2, None),
+        ((8, 1, 64, 512), 2, "64 x 2 x 256 are not whole registers"),
+        ((8, 1, 128, 384), 4, "128 x 4 x 96 are not whole registers"),
+        ((8, 1, 128, 4096), 2, "2 heads of 2048 cannot be divided"),
+    ],
+)
+def test_which_states_the_kernel_for_windows_serves(shape, num_values, reason):
+    found = tpu_windows.unsupported_reason(jax.ShapeDtypeStruct(shape, np.float32), num_values)
+    assert found is None if reason is None else reason in str(found)
 
 
 def one_by_one(case: WindowCase) -> tuple[np.ndarray, np.ndarray]:
