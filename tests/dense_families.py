@@ -89,14 +89,14 @@ def granite_hybrid(
 def nemotron_h(
     kinds: str, *, heads: tuple[int, int], dims: tuple[int, int], **other: Any
 ) -> dict[str, Any]:
-    """Nemotron-H's. kinds: M for Mamba-2, * for attention, - for an MLP, E for experts. heads and dims: as of Granite 4."""
+    """Nemotron-H's. kinds: M for Mamba-2, * for attention, - for an MLP, E for experts. Others as Granite 4's."""
     return {
         "hybrid_override_pattern": kinds,
         "n_groups": heads[0],
         "mamba_num_heads": heads[0] * heads[1],
         "ssm_state_size": dims[0],
         "mamba_head_dim": dims[1],
-        # In transformers the least time step of a prompt, here and in vLLM only the least of an initial weight. So small,
+        # In transformers the least time step of a prompt, here and in vLLM only of initial weights. So small,
         # it is no limit there.
         "time_step_min": 1e-9,
         **other,

@@ -66,9 +66,7 @@ def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collecti
         return []
     found = [Collective("all-gather", count, size) for size, count in outputs.items()]
     projections = [
-        each
-        for each in divided
-        if each.path.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+        each for each in divided if each.path.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
     ]
     return found + [Collective("all-gather", 1, each.shape[0] * itemsize) for each in projections]
 

@@ -51,7 +51,7 @@ class NoGate:
 
 
 class Experts(nnx.Module):
-    """The stacked weights of a layer's experts. `gate_up_proj` has the rows of gate, if there is one, then those of up."""
+    """The stacked weights of a layer's experts. `gate_up_proj` has the rows of gate, if any, then those of up."""
 
     def __init__(self, config: ModelConfig, settings: ExpertsConfig):
         num, inner = settings.num_experts, settings.intermediate_size
@@ -111,7 +111,7 @@ def _value(parameter: nnx.Param | None) -> Any:
 
 
 def _latent_projection(config: ModelConfig, shape: tuple[int, int]) -> Linear:
-    """Not divided over devices."""
+    """A projection to or from what experts read and write. Each device has all of it."""
     init, bias = Normal(config.initializer_range), config.mlp_bias
     return Linear(shape, axes=("embed", "embed"), bias=bias, init=init, dtype=config.dtype)
 
@@ -138,9 +138,9 @@ class MixtureOfExperts(nnx.Module):
         self.fc1_latent_proj: Linear | None = None
         self.fc2_latent_proj: Linear | None = None
         if settings.latent_size is not None:
-            shape = (settings.latent_size, config.hidden_size)
-            self.fc1_latent_proj = nnx.data(_latent_projection(config, shape))
-            self.fc2_latent_proj = nnx.data(_latent_projection(config, shape[::-1]))
+            inner, outer = settings.latent_size, config.hidden_size
+            self.fc1_latent_proj = nnx.data(_latent_projection(config, (inner, outer)))
+            self.fc2_latent_proj = nnx.data(_latent_projection(config, (outer, inner)))
         # Set by `weights.transform`.
         self.kernel: ExpertsKernel = XLA
 

@@ -45,8 +45,8 @@ def recurrent_layers(
     layers: tuple[int, ...],
     options: MambaOptions,
 ) -> RecurrentLayers:
-    """The sizes of Mamba-2 in `hf`. names: its options for the numbers of heads and of groups, the dims of the state and
-    of a head, and the number of taps. Raises ValueError.
+    """The sizes of Mamba-2 in `hf`. names: its options for the numbers of heads and of groups, the dims of the state
+    and of a head, and the number of taps. Raises ValueError.
     """
     counts = {name: getattr(hf, name) for name in names}
     for name, count in counts.items():

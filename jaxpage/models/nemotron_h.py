@@ -1,4 +1,4 @@
-"""Nemotron-H: each layer has Mamba-2, attention without RoPE, an MLP or experts alone, after a norm and beside a residual.
+"""Nemotron-H: each layer has Mamba-2, attention without RoPE, an MLP or experts alone, after a norm, with a residual.
 
 Neither MLPs nor experts have gates (https://arxiv.org/abs/2504.03624; with experts: Nemotron 3). Knows transformers'
 names of the options, and where checkpoints have the parameters.
@@ -198,12 +198,14 @@ def nemotron_h_parts(config: ModelConfig) -> dict[str, Place]:
         places[name] = Source(_released(name))
     for i in () if config.recurrent is None else config.recurrent.layers:
         places |= mamba_parts(config, f"model.layers.{i}.mixer", f"backbone.layers.{i}.mixer")
-    for i in () if config.experts is None else config.experts.layers:
+    if config.experts is None:
+        return places
+    num_experts = config.experts.num_experts
+    for i in config.experts.layers:
         for theirs, ours in _EXPERTS.items():
             path = f"layers.{i}.mixer.experts"
             parts = tuple(
-                (f"backbone.{path}.{expert}.{theirs}.weight",)
-                for expert in range(config.experts.num_experts)
+                (f"backbone.{path}.{expert}.{theirs}.weight",) for expert in range(num_experts)
             )
             places[f"model.{path}.{ours}"] = Stacked(parts)
     return places

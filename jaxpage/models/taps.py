@@ -92,12 +92,12 @@ def tapped(module: CausalLM, tap: Tap) -> CausalLM:
     for index, layer in enumerate(decoder.layers):
         name, mixers = f"blocks.{index}.hook_", copy.config.mixers
         for attribute in _MODULES:
-            module = getattr(layer, attribute, None)
-            if module is None or isinstance(module, MixtureOfExperts):
+            part = getattr(layer, attribute, None)
+            if part is None or isinstance(part, MixtureOfExperts):
                 continue
             is_mlp = attribute == "mlp" or (mixers is not None and mixers[index] == "mlp")
             after = f"{name}mlp_out" if is_mlp else f"{name}attn_out"
-            setattr(layer, attribute, _Tapped(module, tap, "", after))
+            setattr(layer, attribute, _Tapped(part, tap, "", after))
         decoder.layers[index] = _Tapped(layer, tap, f"{name}resid_pre", f"{name}resid_post")
     return copy
 

@@ -289,6 +289,14 @@ def test_a_family_with_a_recurrent_state(family, projections, tmp_path):
     check_family(Adapted(tmp_path, family, 0, kinds, build))
 
 
+@pytest.mark.slow
+def test_projections_around_experts(tmp_path):
+    """Of Nemotron-H, whose experts read fewer numbers than a hidden state has."""
+    latent = ("fc1_latent_proj", "fc2_latent_proj")
+    kinds = [{"rank": 4, "targets": (*latent, "q_proj")}, {"rank": 3, "targets": latent[:1]}]
+    check_family(Adapted(tmp_path, "nemotron_h_moe", 1, kinds, mixtures.build))
+
+
 def check_family(adapted):
     prompts, numbers = prompts_of((30, 7, 12)), [1, 2, 0]
     llm = checkpoints.make_llm(adapted.base, max_loras=2, enforce_eager=True, **OPTIONS)

@@ -120,7 +120,9 @@ def test_what_is_not_supported_is_refused(changes, message, tmp_path):
 def test_points_are_those_of_the_only_part_of_a_layer(tmp_path):
     names = points(config(tmp_path, FEW, hybrid_override_pattern="M-*E"))
     inside = {
-        index: [name for name in names if name.startswith(f"blocks.{index}.") and "resid" not in name]
+        index: [
+            name for name in names if name.startswith(f"blocks.{index}.") and "resid" not in name
+        ]
         for index in range(4)
     }
     assert inside[0] == ["blocks.0.hook_attn_out"] and inside[1] == ["blocks.1.hook_mlp_out"]

@@ -14,7 +14,10 @@ from tests import checkpoints, dense_families
 TOKENS = np.random.default_rng(0).integers(3, checkpoints.VOCAB_SIZE, (2, 20))
 
 
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "gemma4", "qwen3_5", "nemotron_h")]
+SLOW = [
+    pytest.param(family, marks=pytest.mark.slow)
+    for family in ("qwen3", "gemma4", "qwen3_5", "nemotron_h")
+]
 
 
 @pytest.fixture(scope="module", params=[*SLOW, "gemma2"])
