@@ -66,9 +66,16 @@ def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collecti
         return []
     found = [Collective("all-gather", count, size) for size, count in outputs.items()]
     projections = [
-        each for each in divided if each.path.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+        each
+        for each in divided
+        if each.axes[0] in ("heads", "kv_heads") and _is_of_attention(each.path)
     ]
     return found + [Collective("all-gather", 1, each.shape[0] * itemsize) for each in projections]
+
+
+def _is_of_attention(path: str) -> bool:
+    """Whether a parameter is of attention. Heads of Mamba-2, which may be a `mixer` too, have the same axis."""
+    return ".self_attn." in path or (".mixer." in path and ".in_proj_" not in path)
 
 
 def most_temp_bytes(spec: EngineSpec) -> int:
