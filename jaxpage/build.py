@@ -363,4 +363,7 @@ def _recording_header(options: EngineConfig, sized: EngineSpec) -> dict[str, Any
         if (values := getattr(options, name)) is not None:
             given[name] = vars(values)
     found = {name: getattr(sized.config, name) for name in ("model", *_SIZES)}
-    return {"options": given | found | {"tensor_parallel_size": sized.num_devices}}
+    return {
+        "options": given | found | {"tensor_parallel_size": sized.num_devices},
+        "num_cached_states": sized.num_cached_states,
+    }

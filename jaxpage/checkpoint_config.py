@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from jaxpage.config import EngineConfig
 
 
+# Kinds of models that transformers does not know -> one that has the same options and tensors.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+
+
 class CheckpointValues:
     """What config.json says, under the names of vLLM's `ModelConfig`. Read when first asked for."""
 
@@ -71,6 +75,7 @@ def load_hf_config(
     model_type = values.get("model_type", "")
     if not model_type or not isinstance(model_type, str):
         raise ValueError(f"{file} names no model_type, so it is not the config.json of a model")
+    model_type = values["model_type"] = _SAME_AS.get(model_type, model_type)
     names = values.get("architectures") or []
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{file}: architectures must be a list of names, got {names!r}")

@@ -78,6 +78,7 @@ class EngineSpec:
     pool: KVPoolSpec  # num_blocks=0 until it is sized
     no_kernel_reason: str | None  # why attention runs in XLA, if a kernel exists for it
     draft_model: DraftModel | None = None
+    num_cached_states: int = 0  # recurrent states in the prefix cache
 
     @property
     def attention(self) -> str:
@@ -142,12 +143,7 @@ class EngineSpec:
             prompt_embeds=config.enable_prompt_embeds,
             pictures=self.picture_spec,
             recurrent=model.recurrent,
-            num_cached_states=num_cached_states(
-                config,
-                model,
-                device_bytes=self.hardware.memory_bytes or total_ram(),
-                num_devices=self.num_devices,
-            ),
+            num_cached_states=self.num_cached_states,
             num_adapters=config.max_loras if config.enable_lora else 0,
             expert_load=(len(experts.layers), experts.num_experts) if counts and experts else None,
             research=self.research,
@@ -324,12 +320,15 @@ def make_engine_spec(
     )
     model, quantization, quantised = abstract_model(hf_config, config, mesh)
     num_devices = 1 if mesh is None else mesh.size
+    memory = {
+        "device_bytes": hardware.memory_bytes or total_ram(),
+        "num_devices": num_devices,
+    }
     config = with_recurrent_state(
         replace(config, quantization=quantization),
         model.config,
         num_seqs=options.max_num_seqs,
-        device_bytes=hardware.memory_bytes or total_ram(),
-        num_devices=num_devices,
+        **memory,
     )
     if config.numerics == "strict":
         check_strict(config, model.config, hardware.platform)
@@ -360,6 +359,7 @@ def make_engine_spec(
         pool=choice.chosen,
         no_kernel_reason=choice.reason,
         draft_model=make_draft_model(config, model.config, groups=groups, **where),
+        num_cached_states=num_cached_states(config, model.config, **memory),
     )
 
 

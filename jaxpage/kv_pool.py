@@ -20,6 +20,7 @@ KernelSizes = gpu_layout.TileSizes | tpu_layout.TileSizes
 # "heads": [num_blocks, block_size, 2 * num_kv_heads, head_dim]. "tpu": the last two axes are one, see
 # `paged_attention.tpu_layout`.
 Layout = Literal["heads", "tpu"]
+_LANES = 128  # of a register of a TPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,9 @@ class KVPoolSpec:
 
     K and V are interleaved on the head axis (`2k` key, `2k + 1` value of KV head k): one DMA fetches both, and tensor
     parallelism shards one axis. Block 0 is the null block. With a `format`, each array is a `QuantizedPool` whose data
-    have this shape (int4: half the head_dim). Raises ValueError for a head_dim that int4 cannot pack.
+    have this shape (int4: half the head_dim). With a `value_dim` it has keys alone, `[num_blocks, block_size,
+    num_kv_heads * slot_width]`. Raises ValueError for a head_dim that int4 cannot pack, and for a format with a
+    `value_dim`.
     """
 
     num_arrays: int
@@ -39,6 +42,8 @@ class KVPoolSpec:
     block_size: int
     num_kv_heads: int
     head_dim: int
+    # Values are the first so many elements of the keys and are not stored, see `kv_write.latents`; None: they are.
+    value_dim: int | None = None
     dtype: jnp.dtype  # of K and V as the model computes them
     format: str | None = None  # one of `quantized.FORMATS`; None: not quantised
     sharded: bool = False  # over heads, on the devices of the mesh
@@ -56,10 +61,23 @@ class KVPoolSpec:
                 f'kv_cache_dtype="int4" puts two values into a byte, and the head_dim of this model is '
                 f'{self.head_dim}, which is odd; take "int8"'
             )
+        if self.format is not None and self.value_dim is not None:
+            raise ValueError(
+                f"kv_cache_dtype={self.format!r} is not supported with multi-head latent attention: one scale would "
+                f"round the {self.value_dim} values of a token's latent and the rotated key beside them, which differ "
+                'in size; leave it "auto"'
+            )
+
+    @property
+    def slot_width(self) -> int:
+        """Numbers that a key takes, with a `value_dim`: in the layout "tpu" those of whole registers."""
+        return self.head_dim + (-self.head_dim % _LANES if self.layout == "tpu" else 0)
 
     @property
     def array_shape(self) -> tuple[int, ...]:
         """The shape of one array, or of its data if it is quantised."""
+        if self.value_dim is not None:
+            return (self.num_blocks, self.block_size, self.num_kv_heads * self.slot_width)
         width = self.head_dim // 2 if self.format == "int4" else self.head_dim
         if self.layout == "tpu":
             return (self.num_blocks, self.block_size, 2 * self.num_kv_heads * width)

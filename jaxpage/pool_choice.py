@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxpage.config import ResolvedConfig
 from jaxpage.device import Device
 from jaxpage.kv_groups import KVGroups, group_layers
-from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.kv_pool import KVPoolSpec, Layout
 from jaxpage.models.config import KVHeads, ModelConfig
 from jaxpage.ops import attention
 from jaxpage.ops.implementations import Choice
@@ -62,6 +62,11 @@ def _head_dim(model: ModelConfig) -> int:
     return min(dims)
 
 
+def layout_of(model: ModelConfig, hardware: Device) -> Layout:
+    """Of a pool for plain XLA, which on a TPU would copy one of latents in the layout "heads"."""
+    return "tpu" if model.latent is not None and hardware.platform == "tpu" else "heads"
+
+
 def choose_pool(
     config: ResolvedConfig,
     model: ModelConfig,
@@ -79,10 +84,12 @@ def choose_pool(
         block_size=config.block_size,
         num_kv_heads=heads.num,
         head_dim=heads.head_dim,
+        value_dim=model.value_dim,
         dtype=jnp.dtype(config.dtype),
         format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
         sharded=num_devices > 1,
         platform=hardware.platform,
+        layout=layout_of(model, hardware),
     )
     if config.numerics == "strict":
         return Choice("xla", pool)

@@ -62,7 +62,10 @@ def replay(file: BinaryIO, *, model: str | None = None) -> Replay:
     recording = _frames_of_recording(file)
     _, header, _ = next(recording)
     options = header["options"] | ({} if model is None else {"model": model})
-    _, runner = make_runner(spec_of_this_machine(_engine_config(options)))
+    spec = spec_of_this_machine(_engine_config(options))
+    # Calls name slots of these states, whose number follows from the memory of the device.
+    recorded = header.get("num_cached_states", spec.num_cached_states)
+    _, runner = make_runner(dataclasses.replace(spec, num_cached_states=recorded))
     runner.warmup()
     launched: dict[int, Executed] = {}
     num_launches = num_results = 0

@@ -38,6 +38,14 @@ def deepseek(num_experts: int, chosen: int, size: int, **other: Any) -> dict[str
     return {**sizes, "num_experts_per_tok": chosen, **other}
 
 
+def latent(
+    rank: int, plain: int, rotated: int, values: int, *, queries: int | None, **other: Any
+) -> dict[str, Any]:
+    """Dims of multi-head latent attention. queries: of their latent."""
+    dims = {"qk_nope_head_dim": plain, "qk_rope_head_dim": rotated, "v_head_dim": values}
+    return {"kv_lora_rank": rank, "q_lora_rank": queries, **dims, **other}
+
+
 def ernie(num_experts: int, chosen: int, shared: int, size: int, **other: Any) -> dict[str, Any]:
     sizes = {"moe_num_experts": num_experts, "moe_k": chosen, "moe_num_shared_experts": shared}
     return {**sizes, "moe_intermediate_size": size, **other}
@@ -178,6 +186,86 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             norm_topk_prob=False,
             tie_word_embeddings=True,
             rope_parameters=PARTIAL,
+        ),
+    ],
+    "deepseek_v2": [
+        # As V2-Lite.
+        shape(
+            4,
+            4,
+            **latent(16, 8, 4, 8, queries=None),
+            **deepseek(8, 3, 24, n_shared_experts=2),
+            first_k_dense_replace=1,
+            rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        ),
+        # As V2.
+        shape(
+            8,
+            8,
+            hidden=64,
+            layers=3,
+            **latent(24, 8, 8, 12, queries=20),
+            **deepseek(12, 3, 20, n_shared_experts=1, n_group=4, topk_group=2),
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=2.5,
+            attention_bias=True,
+            rope_parameters=DEFAULT,
+        ),
+    ],
+    "deepseek_v3": [
+        shape(
+            4,
+            4,
+            **latent(16, 8, 4, 8, queries=12),
+            **deepseek(8, 2, 24, n_shared_experts=1, n_group=2, topk_group=1),
+            first_k_dense_replace=1,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            8,
+            hidden=64,
+            layers=3,
+            **latent(20, 12, 8, 16, queries=24),
+            **deepseek(12, 3, 20, n_shared_experts=2, n_group=4, topk_group=2),
+            first_k_dense_replace=1,
+            attention_bias=True,
+            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+        # As Kimi-K2: one group.
+        shape(
+            6,
+            6,
+            hidden=48,
+            **latent(32, 6, 10, 6, queries=None),
+            **deepseek(6, 4, 28, n_shared_experts=1, n_group=1, topk_group=1),
+            first_k_dense_replace=0,
+            routed_scaling_factor=0.8,
+            norm_topk_prob=False,
+            rope_interleave=False,
+            tie_word_embeddings=True,
+            rope_parameters=DEFAULT,
+        ),
+    ],
+    "glm4_moe_lite": [
+        shape(
+            4,
+            4,
+            **latent(16, 12, 8, 16, queries=12),
+            **deepseek(8, 2, 24, n_shared_experts=1),
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            8,
+            hidden=64,
+            layers=3,
+            **latent(24, 8, 4, 10, queries=20),
+            **deepseek(8, 3, 20, n_shared_experts=1, n_group=2, topk_group=1),
+            mlp_layer_types=["dense", "dense", "sparse"],
+            attention_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters=DEFAULT,
         ),
     ],
     "dots1": [
@@ -481,6 +569,9 @@ CLASSES = {
     "qwen3_moe": "Qwen3MoeConfig",
     "olmoe": "OlmoeConfig",
     "glm4_moe": "Glm4MoeConfig",
+    "deepseek_v2": "DeepseekV2Config",
+    "deepseek_v3": "DeepseekV3Config",
+    "glm4_moe_lite": "Glm4MoeLiteConfig",
     "dots1": "Dots1Config",
     "ernie4_5_moe": "Ernie4_5_MoeConfig",
     "minimax_m2": "MiniMaxM2Config",

@@ -16,18 +16,23 @@ from pallas_kernels.paged_attention import tpu_shape
 
 def attention_kinds(spec: EngineSpec) -> list[dict[str, Any]]:
     """Of each kind: its window in tokens, or None; how many layers; of a device's query heads together the width of
-    their outputs; `tiles_of` the TPU attention kernel in decode and other steps, None without the kernel.
+    their outputs, and the flops of a query and a key that it sees; `tiles_of` the TPU attention kernel in decode and
+    other steps, None without the kernel.
     """
     model = spec.model.config
     kinds = Counter((model.windows[i], model.kv_heads(i)) for i in model.attention_layers)
     found = []
     for (window, heads), count in kinds.items():
-        shares = share_heads(model.num_heads, heads.num, spec.num_devices)
+        num_heads = share_heads(
+            model.num_heads, heads.num, spec.num_devices
+        ).query_heads_of_a_device
+        value_dim = model.value_dim or heads.head_dim
         found.append(
             {
                 "window": window,
                 "layers": count,
-                "width": shares.query_heads_of_a_device * heads.head_dim,
+                "width": num_heads * value_dim,
+                "flops": 2 * num_heads * (heads.head_dim + value_dim),
                 "tiles": _tiles(spec, heads),
             }
         )

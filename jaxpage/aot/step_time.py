@@ -215,11 +215,11 @@ def _bundles(model: dict[str, Any], kernel: dict[str, Any], case: tuple[int, int
 def _seconds_of_pairs(
     chip: dict[str, Any], model: dict[str, Any], case: tuple[int, int, int]
 ) -> float:
-    """Of all pairs of a query and a key that it sees, on a GPU: 4 flops for each number of the layer's outputs."""
+    """Of all pairs of a query and a key that it sees, on a GPU."""
     count, query_len, kv_len = case
     ends = range(kv_len - query_len + 1, kv_len + 1)
     flops = sum(
-        4 * kind["width"] * kind["layers"] * count * sum(_seen(end, kind["window"]) for end in ends)
+        kind["flops"] * kind["layers"] * count * sum(_seen(end, kind["window"]) for end in ends)
         for kind in model["attention_kinds"]
     )
     return flops / (chip["flops_per_second"] * chip["product_share"])

@@ -61,7 +61,7 @@ def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collecti
         shares = share_heads(model.num_heads, heads.num, spec.num_devices)
         if shares.has_padding:
             num_heads = shares.num_devices * shares.query_heads_of_a_device
-            outputs[num_heads * heads.head_dim * itemsize] += 1
+            outputs[num_heads * (model.value_dim or heads.head_dim) * itemsize] += 1
     if not outputs:
         return []
     found = [Collective("all-gather", count, size) for size, count in outputs.items()]
@@ -90,8 +90,11 @@ def most_temp_bytes(spec: EngineSpec) -> int:
 def most_temp_bytes_of_layers(spec: EngineSpec) -> int:
     """The same of a step without logits."""
     model, is_gpu = spec.model.config, spec.hardware.platform == "gpu"
-    mlp = 2 * spec.config.max_num_batched_tokens * model.intermediate_size // spec.num_devices
-    most = (10 if is_gpu else 4) * mlp + model.num_layers * 2 * MIB
+    widest = model.intermediate_size
+    if model.latent is not None:  # queries of all heads, in the latents' space
+        widest = max(widest, model.num_heads * model.head_dim)
+    results = 2 * spec.config.max_num_batched_tokens * widest // spec.num_devices
+    most = (10 if is_gpu else 4) * results + model.num_layers * 2 * MIB
     return most + (512 if is_gpu else 64) * MIB
 
 

@@ -293,7 +293,7 @@ def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> str:
 
 def _in_int8(job: CompileJob, options: dict[str, Any]) -> dict[str, int | None]:
     """Bytes of weights and of a KV block in int8, those of a draft model too; None where the model's are quantised
-    already.
+    already, or cannot be.
     """
     spec, weights, block = job.spec, None, None
     if spec.config.quantization in (None, "dequantize"):
@@ -301,7 +301,7 @@ def _in_int8(job: CompileJob, options: dict[str, Any]) -> dict[str, int | None]:
             options | {"quantization": "int8"}, job.target, spec.num_devices
         )
         weights = sum(rounded.weight_bytes.values())
-    if spec.pool.format is None:
+    if spec.pool.format is None and spec.pool.value_dim is None:
         rounded = _transformed_spec(
             options | {"kv_cache_dtype": "int8"}, job.target, spec.num_devices
         )

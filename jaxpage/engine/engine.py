@@ -196,11 +196,13 @@ class Engine:
         """
         if reset_running_requests:
             self.scheduler.preempt_all()
-        pool, tier = self.scheduler.kv.pool, self.scheduler.kv.tier
-        if not pool.reset_prefix_cache():
+        kv = self.scheduler.kv
+        if not kv.pool.reset_prefix_cache():
             return False
-        if tier is not None:
-            tier.forget_cached()
+        if kv.tier is not None:
+            kv.tier.forget_cached()
+        if kv.states is not None:
+            kv.states.forget_all()
         return True
 
     def save_prefix_cache(self) -> None:

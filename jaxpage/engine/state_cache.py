@@ -65,7 +65,10 @@ class StateCache:
 
     def save(self, block_hash: bytes) -> int:
         """The slot that takes the state after a block; 0 if there is one, or the current plan has filled all slots."""
-        if block_hash in self._slots or block_hash in self._new:
+        if block_hash in self._slots:  # blocks before it had been evicted, and are computed again
+            self._slots.move_to_end(block_hash)
+            return 0
+        if block_hash in self._new:
             return 0
         if not self._free:
             if not self._slots:

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 
 
 class Attention(Protocol):
-    """Causal self-attention of one layer: q [..., T, H, D], k and v [..., T, K, D], rotated, in one dtype.
+    """Causal self-attention of one layer: q [..., T, H, D], k [..., T, K, D], v [..., T, K, V], rotated, in one dtype.
+    V is D, except in models with a `ModelConfig.latent`, whose values are the first V elements of the keys.
 
     Query head h reads KV head `h // (H/K)`. Scores are `scale * q.k`, then `soft_cap * tanh(scores / soft_cap)` if
     there is a cap. Key j is visible to query i iff j <= i and, with a window, j > i - window (transformers'
     convention). `sinks` [H] are one more score for each head, which takes its share of the softmax and has no value;
     models without sinks do not name the argument. `layer` is the one that k and v are of: a later layer that reads them
-    again passes both once more. Returns [..., T, H, D] in q's dtype.
+    again passes both once more. Returns [..., T, H, V] in q's dtype.
     """
 
     def __call__(
@@ -104,7 +105,7 @@ class DenseAttention:
         return weights.reshape(*weights.shape[:-4], -1, *weights.shape[-2:])
 
     def combine(self, weights: jax.Array, v: jax.Array) -> jax.Array:
-        """float32[..., T, H, D] of `weights` and v [..., T, K, D]."""
+        """float32[..., T, H, V] of `weights` and v [..., T, K, V]."""
         num_kv_heads = v.shape[-2]
         by_head = (num_kv_heads, -1, *weights.shape[-2:])
         groups = weights.reshape(*weights.shape[:-3], *by_head)

@@ -5,6 +5,7 @@ Knows the names of transformers' config attributes. Must not know parameters or 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -28,9 +29,10 @@ class Routing:
     # A number for each expert is added to its score when experts are chosen, but not in their shares.
     has_correction: bool = False
     correction_axes: int = 1  # more than one: the others have size 1
-    # Equal groups of consecutive experts; a token's experts are in as many of them.
+    # Equal groups of consecutive experts; a token's experts are in as many of them, chosen by the sum of their best.
     num_groups: int = 1
     chosen_groups: int = 1
+    num_best: int = 2
     factor: float = 1.0  # of shares
     least_sum: float = 1e-20
     in_float32: bool = False  # the router's weight, whatever the model's dtype
@@ -67,10 +69,11 @@ class ExpertsConfig:
         if groups == 1:
             return
         size = self.num_experts // max(groups, 1)
-        if groups < 1 or self.num_experts % groups or size < 2 or not 1 <= chosen <= groups:
+        least = self.routing.num_best
+        if groups < 1 or self.num_experts % groups or size < least or not 1 <= chosen <= groups:
             raise ValueError(
-                f"{self.num_experts} experts cannot be in {groups} equal groups of at least two, of which {chosen} are "
-                "chosen: check n_group and topk_group in config.json"
+                f"{self.num_experts} experts cannot be in {groups} equal groups of at least {least}, of which {chosen} "
+                "are chosen: check n_group and topk_group in config.json"
             )
         if self.experts_per_token > chosen * size:
             raise ValueError(
@@ -98,6 +101,17 @@ class Gemma4Options:
     per_layer_size: int  # of the embeddings of a token for each layer; 0: none
     per_layer_vocab_size: int  # of these
     padding_token_id: int  # whose embeddings for layers those that replace tokens have
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Of multi-head latent attention, see `latent_attention`; DeepSeek's names in comments."""
+
+    query_rank: int | None  # q_lora_rank; None: queries have no latent
+    rank: int  # kv_lora_rank: of the latent of keys and values
+    plain_dim: int  # qk_nope_head_dim: of a head's query and key, what is not rotated
+    rotated_dim: int  # qk_rope_head_dim: what is; all heads share that part of the key
+    value_dim: int  # v_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +219,8 @@ class ModelConfig:
     # them with the same window.
     num_kv_shared_layers: int = 0
     gemma4: Gemma4Options | None = None
+    # Then there is one KV head: its keys are a token's latent and rotated key, its values the latent.
+    latent: LatentSizes | None = None
     recurrent: RecurrentLayers | None = None
     # Of each layer, if it has one of these alone (Nemotron-H); "mlp": an MLP or experts.
     mixers: tuple[Literal["attention", "recurrence", "mlp"], ...] | None = None
@@ -223,6 +239,11 @@ class ModelConfig:
         """The layers with keys and values of their own."""
         end = self.num_layers - self.num_kv_shared_layers
         return tuple(layer for layer in self.attention_layers if layer < end)
+
+    @property
+    def value_dim(self) -> int | None:
+        """If values are the first elements of the keys, how many."""
+        return None if self.latent is None else self.latent.rank
 
     def kv_heads(self, layer: int) -> KVHeads:
         if self.full_heads is not None and self.windows[layer] is None:
@@ -253,11 +274,7 @@ def decoder_config(
     `max_model_len` defaults to the config's `max_position_embeddings`. Raises ValueError for what is not supported.
     """
     architecture = facts.get("architecture") or (hf.architectures or ["?"])[0]
-    for name in _COUNTS:
-        if not isinstance(count := getattr(hf, name), int) or count < 1:
-            raise ValueError(
-                f"{architecture}: {name} is {count!r} in config.json; it must be a positive integer"
-            )
+    counts_of(hf, _COUNTS, architecture)
     num_heads, num_kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     if num_heads % num_kv_heads:
         raise ValueError(
@@ -297,6 +314,17 @@ def decoder_config(
         "initializer_range": hf.initializer_range,
     }
     return ModelConfig(**(fields | facts))
+
+
+def counts_of(hf: PretrainedConfig, names: Iterable[str], owner: str) -> list[int]:
+    """These numbers of `hf`. Raises ValueError, which names their `owner`, for one that is no positive integer."""
+    counts = {name: getattr(hf, name) for name in names}
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"{owner}: {name} is {count!r} in config.json; it must be a positive integer"
+            )
+    return list(counts.values())
 
 
 def activation_of(hf: PretrainedConfig, owner: str) -> str:

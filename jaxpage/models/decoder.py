@@ -21,6 +21,7 @@ from jaxpage.models.attention import Attention, DenseAttention
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.experts import MixtureOfExperts
 from jaxpage.models.inputs import ForwardInput
+from jaxpage.models.latent_attention import LatentAttention
 from jaxpage.models.layers import (
     ACTIVATION_FUNCTIONS,
     Embedding,
@@ -193,7 +194,11 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, index: int, *, norm: Norm = RMSNorm):
         self.input_layernorm = hidden_norm(norm, config)
-        self.self_attn = SelfAttention(config, index, norm)
+        self.self_attn = (
+            SelfAttention(config, index, norm)
+            if config.latent is None
+            else LatentAttention(config, config.latent, index)
+        )
         self.post_attention_layernorm = hidden_norm(norm, config)
         self.mlp = mlp_or_experts(config, index)
 

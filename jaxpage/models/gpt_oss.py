@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flax import nnx
 
 from jaxpage.models.config import ExpertsConfig, ModelConfig, decoder_config
-from jaxpage.models.decoder import CausalLM, DecoderLayer
+from jaxpage.models.decoder import CausalLM, DecoderLayer, SelfAttention
 from jaxpage.models.layers import Normal, param
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def _layer(config: ModelConfig, index: int) -> DecoderLayer:
     layer = DecoderLayer(config, index)
     init, dtype = Normal(config.initializer_range), config.dtype
     sinks = param((config.num_heads,), axes=("heads",), init=init, dtype=dtype)
+    assert isinstance(layer.self_attn, SelfAttention)
     layer.self_attn.sinks = nnx.data(sinks)
     return layer
 

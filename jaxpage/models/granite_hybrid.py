@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _RECURRENT, _FULL = "linear_attention", "full_attention"
+_COUNTS = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
 
 class GraniteHybridLayer(GraniteLayer):
@@ -89,24 +90,22 @@ def _experts(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:
-    kinds = hf.layer_types
+    owner, kinds = "GraniteMoeHybridForCausalLM", hf.layer_types
     unknown = sorted(set(kinds) - {_RECURRENT, _FULL})
     if unknown or len(kinds) != hf.num_hidden_layers or _FULL not in kinds:
         raise ValueError(
-            f"GraniteMoeHybridForCausalLM: layer_types must have {_RECURRENT} or {_FULL} for each of "
+            f"{owner}: layer_types must have {_RECURRENT} or {_FULL} for each of "
             f"{hf.num_hidden_layers} layers, and at least one {_FULL}; config.json has {', '.join(kinds)}"
         )
     if _RECURRENT not in kinds:
         return {}
     if hf.hidden_act != "silu":
-        raise ValueError(
-            f"GraniteMoeHybridForCausalLM: hidden_act is {hf.hidden_act!r}; supported is 'silu'"
-        )
+        raise ValueError(f"{owner}: hidden_act is {hf.hidden_act!r}; supported is 'silu'")
     least, most = hf.time_step_limit or (0.0, float("inf"))
     sizes = recurrent_layers(
         hf,
-        ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
-        architecture="GraniteMoeHybridForCausalLM",
+        _COUNTS,
+        owner,
         layers=tuple(index for index, kind in enumerate(kinds) if kind == _RECURRENT),
         options=MambaOptions(
             projection_bias=bool(hf.mamba_proj_bias),

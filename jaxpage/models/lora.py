@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SLOTS = "adapter slots"  # the logical axis of slots
 _LAYERS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),  # of latent attention
     *("gate_proj", "up_proj", "down_proj"),
     *("c_fc", "c_proj"),  # of an MLP without a gate
     # of a layer with a recurrent state

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.models.config import MambaOptions, ModelConfig, RecurrentLayers
+from jaxpage.models.config import MambaOptions, ModelConfig, RecurrentLayers, counts_of
 from jaxpage.models.layers import Constant, Linear, Normal, normalise, param
 from jaxpage.models.recurrence import Recurrence
 from jaxpage.models.sources import Place, Source
@@ -40,24 +40,18 @@ def part_sizes(config: ModelConfig) -> dict[str, int]:
 def recurrent_layers(
     hf: PretrainedConfig,
     names: tuple[str, str, str, str, str],
+    owner: str,
     *,
-    architecture: str,
     layers: tuple[int, ...],
     options: MambaOptions,
 ) -> RecurrentLayers:
     """The sizes of Mamba-2 in `hf`. names: its options for the numbers of heads and of groups, the dims of the state
-    and of a head, and the number of taps. Raises ValueError.
+    and of a head, and the number of taps. Raises ValueError, which names their `owner`.
     """
-    counts = {name: getattr(hf, name) for name in names}
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(
-                f"{architecture}: {name} is {count!r} in config.json; it must be a positive integer"
-            )
-    heads, groups, key_dim, value_dim, num_taps = counts.values()
+    heads, groups, key_dim, value_dim, num_taps = counts_of(hf, names, owner)
     if heads % groups:
         raise ValueError(
-            f"{architecture}: {heads} heads cannot be in {groups} equal groups; check {names[0]} and {names[1]} in "
+            f"{owner}: {heads} heads cannot be in {groups} equal groups; check {names[0]} and {names[1]} in "
             "config.json"
         )
     return RecurrentLayers(

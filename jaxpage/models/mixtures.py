@@ -116,7 +116,7 @@ def glm4_moe_config(
         hf,
         dtype=dtype,
         max_model_len=max_model_len,
-        experts=_grouped_experts(hf),
+        experts=grouped_experts(hf, first=hf.first_k_dense_replace),
         qk_norm=bool(hf.use_qk_norm),
         output_bias=False,
     )
@@ -130,7 +130,7 @@ def dots1_config(
         hf,
         dtype=dtype,
         max_model_len=max_model_len,
-        experts=_grouped_experts(hf),
+        experts=grouped_experts(hf, first=hf.first_k_dense_replace),
         qk_norm=True,
     )
 
@@ -203,9 +203,9 @@ def _partial_ropes(hf: PretrainedConfig, config: ModelConfig) -> tuple[Rope, ...
     return layer_ropes(hf, kinds, head_dim=rotated, max_model_len=config.max_model_len)
 
 
-def _grouped_experts(hf: PretrainedConfig) -> ExpertsConfig | None:
-    """Layers from `first_k_dense_replace` on have experts, with the router of transformers' Glm4MoeTopkRouter."""
-    layers = tuple(range(hf.first_k_dense_replace, hf.num_hidden_layers))
+def grouped_experts(hf: PretrainedConfig, *, first: int) -> ExpertsConfig | None:
+    """Layers from `first` on have experts, with the router of transformers' Glm4MoeTopkRouter."""
+    layers = tuple(range(first, hf.num_hidden_layers))
     if not layers:
         return None
     routing = Routing(

@@ -107,7 +107,7 @@ def nemotron_h_config(
     sizes = recurrent_layers(
         hf,
         ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel"),
-        architecture=_NAME,
+        _NAME,
         layers=tuple(index for index, kind in enumerate(kinds) if kind == "linear_attention"),
         options=MambaOptions(
             projection_bias=bool(hf.use_bias),

@@ -14,7 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import ExpertsConfig, ModelConfig, RecurrentLayers, decoder_config
+from jaxpage.models.config import (
+    ExpertsConfig,
+    ModelConfig,
+    RecurrentLayers,
+    counts_of,
+    decoder_config,
+)
 from jaxpage.models.decoder import (
     CausalLM,
     DecoderLayer,
@@ -36,6 +42,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _RECURRENT, _FULL = "linear_attention", "full_attention"
+_COUNTS = (
+    *("linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+)
 # Defaults of config.json.
 _PART = {"partial_rotary_factor": 0.25}
 _MROPE = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
@@ -183,15 +193,7 @@ def _recurrent_layers(text: PretrainedConfig, architecture: str) -> RecurrentLay
             f"{architecture}: layer_types must have {_RECURRENT} or {_FULL} for each of {text.num_hidden_layers} "
             f"layers, and both of them; config.json has {', '.join(kinds)}"
         )
-    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-    counts = {f"linear_{name}": getattr(text, f"linear_{name}") for name in names}
-    counts["linear_conv_kernel_dim"] = text.linear_conv_kernel_dim
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(
-                f"{architecture}: {name} is {count!r} in config.json; it must be a positive integer"
-            )
-    keys, values, key_dim, value_dim, num_taps = counts.values()
+    keys, values, key_dim, value_dim, num_taps = counts_of(text, _COUNTS, architecture)
     if values % keys:
         raise ValueError(
             f"{architecture}: {values} value heads cannot share {keys} key heads evenly; check "

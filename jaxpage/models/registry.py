@@ -15,6 +15,11 @@ from jaxpage.eagle_config import HEADS
 from jaxpage.models.cohere import cohere, cohere2_config, cohere_config
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
+from jaxpage.models.deepseek import (
+    deepseek_v2_config,
+    deepseek_v3_config,
+    glm4_moe_lite_config,
+)
 from jaxpage.models.eagle import eagle_name
 from jaxpage.models.eagle3 import eagle3_name
 from jaxpage.models.gemma import (
@@ -162,6 +167,10 @@ _EAGLE, _EAGLE_3 = Family(tensor_name=eagle_name), Family(tensor_name=eagle3_nam
 REGISTRY: dict[str, Family] = {
     "Cohere2ForCausalLM": Family(config_from_hf=cohere2_config, module=cohere),
     "CohereForCausalLM": Family(config_from_hf=cohere_config, module=cohere),
+    "DeepseekV2ForCausalLM": Family(config_from_hf=deepseek_v2_config, weight_map=separate_experts),
+    "DeepseekV3ForCausalLM": Family(
+        config_from_hf=deepseek_v3_config, weight_map=separate_experts, is_idle=further_layer
+    ),
     "Dots1ForCausalLM": Family(config_from_hf=dots1_config, weight_map=separate_experts),
     "Ernie4_5ForCausalLM": Family(config_from_hf=ernie_config),
     "Ernie4_5_MoeForCausalLM": Family(
@@ -198,6 +207,9 @@ REGISTRY: dict[str, Family] = {
     "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
     "Glm4MoeForCausalLM": Family(
         config_from_hf=glm4_moe_config, weight_map=separate_experts, is_idle=further_layer
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        config_from_hf=glm4_moe_lite_config, weight_map=separate_experts, is_idle=further_layer
     ),
     "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
     "GptOssForCausalLM": Family(

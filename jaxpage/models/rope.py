@@ -292,15 +292,17 @@ def _yarn(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
     return inv_freq, _yarn_scale(p, factor)
 
 
-def _yarn_scale(p: dict[str, Any], factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+def yarn_scale(factor: float, weight: float) -> float:
+    """How much larger scores become by a context `factor` times as long (transformers' yarn_get_mscale)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
+
+def _yarn_scale(p: dict[str, Any], factor: float) -> float:
     if p.get("attention_factor") is not None:
         return p["attention_factor"]
     if p.get("mscale") and p.get("mscale_all_dim"):
-        return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
-    return mscale(1.0)
+        return yarn_scale(factor, p["mscale"]) / yarn_scale(factor, p["mscale_all_dim"])
+    return yarn_scale(factor, 1.0)
 
 
 def _longrope(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:

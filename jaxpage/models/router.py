@@ -38,7 +38,8 @@ class Router(Linear):
         """int32[T, k] experts of each token [T, E], the most likely first, and float32[T, k] their shares."""
         routing, num_chosen = self.settings.routing, self.settings.experts_per_token
         logits = self._logits(rows)
-        if routing.scores == "softmax" and not routing.has_correction:
+        has_more = routing.has_correction or routing.num_groups > 1 or routing.factor != 1
+        if routing.scores == "softmax" and not has_more:
             best, chosen = jax.lax.top_k(logits, num_chosen)
             # A softmax over the chosen logits equals the softmax over all, divided by the sum of the chosen.
             if self.settings.shares_add_up_to_one:
@@ -69,8 +70,8 @@ class Router(Linear):
         if routing.num_groups == 1:
             return scores
         grouped = scores.reshape(len(scores), routing.num_groups, -1)
-        # A group is as good as its two best experts (transformers' Glm4MoeTopkRouter).
-        best, _ = jax.lax.top_k(grouped, 2)
+        # Two of a group (transformers' Glm4MoeTopkRouter), or one (DeepseekV2TopkRouter).
+        best, _ = jax.lax.top_k(grouped, routing.num_best)
         _, chosen = jax.lax.top_k(best.sum(axis=-1), routing.chosen_groups)
         numbers = jnp.arange(routing.num_groups, dtype=chosen.dtype)
         is_chosen = (chosen[..., None] == numbers[None, None]).any(axis=1)

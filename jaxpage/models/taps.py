@@ -37,7 +37,8 @@ LAST_POINT = "ln_final.hook_normalized"
 def points(config: ModelConfig) -> list[str]:
     """All names for a model, in the order of computation. Mixtures of experts have no `hook_mlp_out`, layers that read
     the keys and values of earlier ones no hooks for these, and layers with a recurrent state none inside attention.
-    Layers with either attention or an MLP have no hooks of the other.
+    Layers with either attention or an MLP have no hooks of the other. Of latent attention K is 1, and values inside are
+    of latents, as `latent_attention` computes them.
     """
     recurrent = () if config.recurrent is None else config.recurrent.layers
     of_experts = () if config.experts is None else config.experts.layers

@@ -47,7 +47,7 @@ class RowAttention:
         soft_cap: float | None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """q [B, L, H, D], k and v [B, L, K, D] -> [B, L, H, D] in q's dtype."""
+        """q [B, L, H, D], k [B, L, K, D] and v [B, L, K, V] -> [B, L, H, V] in q's dtype."""
         del layer
         num_rows, length, num_heads, _ = q.shape
 
@@ -61,7 +61,7 @@ class RowAttention:
         part_len = math.gcd(length, 1 << (fitting.bit_length() - 1))
         cut = [_cut(x, part_len) for x in (q, self._positions, self._segments)]
         parts = jax.lax.map(lambda x: part(*x), tuple(cut))
-        return jnp.moveaxis(parts, 0, 1).reshape(q.shape)
+        return jnp.moveaxis(parts, 0, 1).reshape(*q.shape[:-1], -1)
 
     def _visible(self, positions: jax.Array, segments: jax.Array, window: int | None) -> jax.Array:
         """bool[B, Q, L]: which tokens are visible to queries with these positions and segments."""
@@ -90,7 +90,7 @@ def _attend(
     soft_cap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """q [B, Q, H, D], k and v [B, L, K, D], bool[B, Q, L] -> [B, Q, H, D]; softmax and sums in float32."""
+    """q [B, Q, H, D], k [B, L, K, D], v [B, L, K, V], bool[B, Q, L] -> [B, Q, H, V]; softmax and sums in float32."""
     num_kv_heads = k.shape[2]
     groups = q.reshape(*q.shape[:2], num_kv_heads, -1, q.shape[-1])
     f32 = jnp.float32
@@ -104,4 +104,4 @@ def _attend(
         scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     out = jnp.einsum("bkgql,blkd->bqkgd", weights, v, preferred_element_type=f32)
-    return out.reshape(q.shape).astype(q.dtype)
+    return out.reshape(*q.shape[:-1], -1).astype(q.dtype)

@@ -27,6 +27,7 @@ from jaxpage.ops.implementations import Choice, Implementation, first_supported,
 from jaxpage.parallel.heads import HeadShares, share_heads
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels import hopper
+from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
@@ -65,7 +66,7 @@ class Heads(NamedTuple):
 
 def layer_on_device(
     spec: KVPoolSpec, heads: Heads
-) -> tuple[jax.ShapeDtypeStruct, Layer | PoolPart, int]:
+) -> tuple[jax.ShapeDtypeStruct, Layer | PoolPart | LatentPool, int]:
     """Of a layer on one device: q [1, H, D], what it has of an array of the pool, number of KV heads."""
     shares, head_dim = heads
     num_kv_heads = shares.kv_heads_of_a_device
@@ -102,6 +103,7 @@ _AHEAD = (
 )
 
 
+_LATENTS = "the kernel reads keys and values, and multi-head latent attention keeps latents, which are both"
 _PARTS = "the kernel needs layers with equally many and equally large KV heads"
 
 
@@ -116,6 +118,7 @@ def _accept_tpu(need: _Need) -> KVPoolSpec:
 
 
 def _accept_hopper(need: _Need) -> KVPoolSpec:
+    require(_LATENTS if need.spec.value_dim is not None else None)
     require(_AHEAD if need.sees_ahead else None)
     require(hopper.unsupported_reason_on(need.device.compute_capability))
     for q, pool, _ in need.layers(need.spec):
@@ -208,7 +211,9 @@ class PagedAttention:
         soft_cap: float | None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """q [T, H, D] and k, v [T, K, D] after RoPE, sinks [H] → [T, H, D]."""
+        """q [T, H, D], k [T, K, D] and v [T, K, V] after RoPE, sinks [H] → [T, H, V]. V is D, or the pool's
+        `value_dim`.
+        """
         batch, location = self._batch, self._layer_locations[layer]
         assert location is not None
         group, array, part = location
@@ -276,8 +281,11 @@ def _write_and_attend(
 
 def _own_part(
     spec: KVPoolSpec, pool: Layer, heads: tuple[int, ...], index: int
-) -> Layer | PoolPart:
+) -> Layer | PoolPart | LatentPool:
     """What a layer has of an array. heads: K and D of the layer, on this device."""
+    if spec.value_dim is not None:
+        assert isinstance(pool, jax.Array | jax.ShapeDtypeStruct)
+        return LatentPool(pool, spec.value_dim)
     num_kv_heads, head_dim = heads
     slot = math.prod(pool.shape[2:]) * (2 if spec.format == "int4" else 1)
     if head_dim == spec.head_dim and 2 * num_kv_heads * head_dim == slot:
@@ -302,7 +310,7 @@ def on_shares(
     has_sinks: bool = False,
 ) -> Callable:
     """`attend(pool, q, k, v, *others)`, optionally with sinks at the end, with a share of the heads on each device. It
-    returns the pool and an array like q.
+    returns the pool and an array of as many heads as q has.
 
     Devices exchange nothing unless some heads are padding: then every device has all heads before and after.
     """

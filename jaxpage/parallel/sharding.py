@@ -20,6 +20,7 @@ RULES: dict[str, str | None] = {
     "expert": None,  # within an expert
     "router": None,
     "embed": None,
+    "latent": None,
     "head_dim": None,
     "taps": None,  # of a convolution
     "rows": None,

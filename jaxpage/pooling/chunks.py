@@ -25,7 +25,7 @@ from jaxpage.ops import attention
 from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.rope import Rotate
 from jaxpage.plan import NULL_BLOCK
-from jaxpage.pool_choice import heads_of_layers, heads_of_pool
+from jaxpage.pool_choice import heads_of_layers, heads_of_pool, layout_of
 from jaxpage.runner.programs import Lowering
 
 
@@ -90,8 +90,10 @@ def make_chunks(
         block_size=block_size,
         num_kv_heads=heads.num,
         head_dim=heads.head_dim,
+        value_dim=decoder.value_dim,
         dtype=jnp.dtype(decoder.dtype),
         platform=device.platform,
+        layout=layout_of(decoder, device),
     )
     table = (1, -(-max_len // block_size))
     kinds = heads_of_layers(decoder, 1)

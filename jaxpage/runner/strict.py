@@ -78,6 +78,7 @@ def unsupported_models(model: ModelConfig) -> list[str]:
         "models with experts": model.experts is not None,
         # Its layers differ in heads, share keys and values, and have embeddings of their own.
         "Gemma 4": model.gemma4 is not None,
+        "models with multi-head latent attention": model.latent is not None,
         "models with a recurrent state": model.recurrent is not None,
         "models that take pictures": model.vision is not None,
     }

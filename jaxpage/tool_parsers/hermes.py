@@ -1,4 +1,4 @@
-"""vLLM's `hermes`: Nous Hermes 2 Pro, Qwen2.5, Qwen3 and Qwen3-Next, whose templates specify
+"""vLLM's `hermes`: Nous Hermes 2 Pro, Qwen2.5, Qwen3, Qwen3-Next and Granite 4, whose templates specify
 
 <tool_call>
 {"name": "f", "arguments": {"a": 1}}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import jax
 
+from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.storage import Pool
 
@@ -48,6 +49,6 @@ class PoolPart:
         return own.reshape(*array.shape[:-2], 2 * self.num_kv_heads, -1)
 
 
-def whole(pool: Pool | PoolPart) -> Pool:
+def whole(pool: Pool | PoolPart | LatentPool) -> Pool:
     """The pool itself."""
-    return pool.pool if isinstance(pool, PoolPart) else pool
+    return pool.pool if isinstance(pool, PoolPart | LatentPool) else pool

@@ -14,24 +14,28 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.parts import PoolPart
 from pallas_kernels.kv_write.quantized import QuantizedPool, quantize
 from pallas_kernels.kv_write.storage import Pool
 
 
 def write_kv(
-    pool: Pool | PoolPart,
+    pool: Pool | PoolPart | LatentPool,
     k: Float[Array, "T K D"],
-    v: Float[Array, "T K D"],
+    v: Float[Array, "T K V"],
     slot_mapping: Int[Array, " T"],
-) -> Pool | PoolPart:
+) -> Pool | PoolPart | LatentPool:
     """The pool with token t's keys and values in slot `slot_mapping[t]`: slot `s % S` of block `s // S`.
 
     KV head h has its key at `2h` and its value at `2h + 1`. The pool determines the storage: its own dtype, the bits of
     2-byte floats (uint16), or quantized (`quantized.quantize`). If a slot is negative or outside the pool, its token is
     dropped. Slots are distinct, except in block 0, the null block, whose contents are undefined afterwards. Of a
-    `PoolPart` nothing else is written.
+    `PoolPart` nothing else is written. A `LatentPool` has keys alone. V is D, except that of a `LatentPool`.
     """
+    if isinstance(pool, LatentPool):
+        keys = _as(pool.slots_of(k), pool.pool.dtype)
+        return replace(pool, pool=_put(pool.pool, keys, slot_mapping))
     if isinstance(pool, PoolPart):
         written = write_kv(pool.own(pool.pool), k, v, slot_mapping)
         return replace(pool, pool=_with_part(pool, written))

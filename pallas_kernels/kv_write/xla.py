@@ -13,20 +13,24 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.storage import Pool, to_storage
 from pallas_kernels.lists import distinct
 
 
 def write_kv(
-    pool: Pool | PoolPart,
+    pool: Pool | PoolPart | LatentPool,
     k: Float[Array, "T K D"],
-    v: Float[Array, "T K D"],
+    v: Float[Array, "T K V"],
     slot_mapping: Int[Array, " T"],
-) -> Pool | PoolPart:
+) -> Pool | PoolPart | LatentPool:
     """`reference.write_kv`; tokens without a slot or with one in the null block are written nowhere."""
     num_tokens, num_kv_heads, head_dim = k.shape
-    kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
+    if isinstance(pool, LatentPool):
+        kv = pool.slots_of(k)
+    else:
+        kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
     array = whole(pool)
     num_blocks, block_size = array.shape[:2]
     slots = distinct(slot_mapping, slot_mapping < block_size, num_blocks * block_size)
@@ -44,4 +48,4 @@ def write_kv(
         return written.reshape(array.shape)
 
     array = jax.tree.map(write, array, to_storage(kv, array))
-    return replace(pool, pool=array) if isinstance(pool, PoolPart) else array
+    return replace(pool, pool=array) if isinstance(pool, PoolPart | LatentPool) else array

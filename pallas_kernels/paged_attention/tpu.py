@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.paged_attention import tpu_layout as layout
 from pallas_kernels.paged_attention.tpu_attend import Attend
@@ -42,8 +43,8 @@ from pallas_kernels.paged_attention.tpu_write import Buffers, Write, chunk_buffe
 def paged_attention(
     q: Float[Array, "T H D"],
     k: Float[Array, "T K D"],
-    v: Float[Array, "T K D"],
-    pool: Pool | PoolPart,
+    v: Float[Array, "T K V"],
+    pool: Pool | PoolPart | LatentPool,
     block_table: Int[Array, "R M"],
     kv_lens: Int[Array, " R"],
     query_starts: Int[Array, " R+1"],
@@ -55,9 +56,9 @@ def paged_attention(
     one_query_per_row: bool = False,
     sizes: TileSizes | None = None,
     interpret: pltpu.InterpretParams | bool = False,
-) -> tuple[Float[Array, "T H D"], Pool]:
+) -> tuple[Float[Array, "T H V"], Pool]:
     """`kv_write.xla.write_kv`, then `reference.paged_attention`; returns the result and the pool, which stays in place.
-    Of a `PoolPart` the pool that it is of.
+    Of a `PoolPart` and of a `LatentPool` the pool that it is of. V is D, except of a `LatentPool`.
 
     A row's new tokens are the last of its positions, and the block table says where they go: slot_mapping follows from
     it. A row with kv_lens 0 writes and reads nothing, whatever its tokens. The result of tokens of no row is 0.
@@ -74,7 +75,12 @@ def paged_attention(
         sizes=sizes,
         mask=(scale, window, soft_cap),
     )
-    shape, pool = shape_of(one_query_per_row=one_query_per_row), whole(pool)
+    shape, value_dim = shape_of(one_query_per_row=one_query_per_row), q.shape[2]
+    if isinstance(pool, LatentPool):
+        # Zeros up to the width of a slot.
+        k, value_dim = pool.slots_of(k)[:, None], pool.value_dim
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, k.shape[2] - q.shape[2])))
+    pool = whole(pool)
     if one_query_per_row:
         query_starts = jnp.arange(num_tokens + 1, dtype=jnp.int32)
     query_lens = jnp.where(kv_lens > 0, query_starts[1:] - query_starts[:-1], 0)
@@ -104,7 +110,8 @@ def paged_attention(
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     first = query_starts[None, :-1]
     in_row = ((token >= first) & (token < first + query_lens[None])).any(axis=1)
-    return jnp.where(in_row[:, None], out, 0).reshape(q.shape), pool
+    out = jnp.where(in_row[:, None], out, 0).reshape(q.shape)
+    return (out if value_dim == q.shape[2] else out[..., :value_dim]), pool
 
 
 class _New(NamedTuple):

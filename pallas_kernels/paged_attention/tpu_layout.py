@@ -9,6 +9,9 @@ for the kernel. As lanes nothing is padded either, and a head is a slice of lane
 A head whose lanes begin or end within a register is read with its neighbours': queries are 0 there, and of the result
 only the head's own lanes are taken. `scale_zero` has the slots as lanes, because scores have their keys there; of each
 head a scale and a zero for K, then for V.
+
+A slot of latents (`kv_write/latents.py`) is the key of one head, in whole registers, which is read once and multiplied
+as K and as V.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool, quantize
 from pallas_kernels.mosaic_tpu import LANES
@@ -66,7 +70,7 @@ def _scales_of_slots(scale_zero: jax.Array, rows: int) -> jax.Array:
 
 def unsupported_reason(
     q: jax.Array | jax.ShapeDtypeStruct,
-    pool: Pool | PoolPart,
+    pool: Pool | PoolPart | LatentPool,
     num_kv_heads: int,
     table: tuple[int, ...],
     sizes: TileSizes | None = None,
@@ -88,6 +92,13 @@ def unsupported_reason(
     if isinstance(given, PoolPart):
         if reason := _why_no_part(given, width):
             return reason
+    elif isinstance(given, LatentPool):
+        width = pool.shape[2]
+        if width % LANES or num_kv_heads != 1:
+            return (
+                f"the TPU kernel reads latents as one KV head and in multiples of {LANES} lanes; there are "
+                f"{num_kv_heads} KV heads, and the pool is {list(pool.shape)}"
+            )
     elif len(pool.shape) != 3 or pool.shape[2] != width or width % LANES:
         return (
             f"the TPU kernel reads a pool [num_blocks, block_size, {width}] for {num_kv_heads} KV heads of {head_dim}, "
@@ -124,7 +135,7 @@ def _why_no_part(part: PoolPart, width: int) -> str | None:
 
 
 def _why_no_memory(
-    q, pool: Pool | PoolPart, num_kv_heads: int, table, sizes: TileSizes
+    q, pool: Pool | PoolPart | LatentPool, num_kv_heads: int, table, sizes: TileSizes
 ) -> str | None:
     """The same, of what has to fit into the scalar memory and into VMEM."""
     num_blocks, block_size = whole(pool).shape[:2]
@@ -161,14 +172,17 @@ def _scalar_bytes(shape: Shape, table: tuple[int, ...]) -> int:
 
 
 def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[tuple[jax.Array, ...]]:
-    """The new tokens: K and V apart, [.., K*D] each, if those are whole registers and not quantised, which `tpu_write`
-    puts side by side; else [.., 2*K*D] as they stand in the pool. And [scale_rows*K, ..] of a pool with scales.
+    """The new tokens: K alone if there are no values; K and V apart, [.., K*D] each, if those are whole registers and
+    not quantised, which `tpu_write` puts side by side; else [.., 2*K*D] as they stand in the pool. And
+    [scale_rows*K, ..] of a pool with scales.
 
     Padded to whole registers, and to as many as `tpu_write` fetches at once.
     """
     num_tokens = k.shape[0]
     is_quantized = isinstance(pool, QuantizedPool)
-    if k[0].size % LANES == 0 and not is_quantized:
+    if not shape.has_values:
+        new = [(k.reshape(num_tokens, -1),)]
+    elif k[0].size % LANES == 0 and not is_quantized:
         new = [(k.reshape(num_tokens, -1), v.reshape(num_tokens, -1))]
     else:
         kv = jnp.stack([k, v], axis=2)  # [T, K, 2, D]; of [T, 2*K, D] XLA would keep float32 copies

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from pallas_kernels.kv_write.parts import PoolPart
+from pallas_kernels.kv_write.latents import LatentPool
+from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.mosaic_tpu import LANES
 
@@ -73,6 +74,8 @@ class Shape:
     sizes: TileSizes
     # Of the layer in a slot that other layers share; None: the slot is its own.
     first_lane: int | None = None
+    # Of a pool of latents: a slot has keys alone, whose first elements are the values.
+    has_values: bool = True
 
     @property
     def num_planes(self) -> int:
@@ -126,9 +129,14 @@ class Shape:
         return self.num_heads * self.head_dim % LANES == 0
 
     @property
+    def kv_lanes(self) -> int:
+        """Lanes of a head's K and V in a slot."""
+        return (2 if self.has_values else 1) * self.head_lanes
+
+    @property
     def width(self) -> int:
         """Lanes of a slot."""
-        return 2 * self.num_kv_heads * self.head_lanes
+        return self.num_kv_heads * self.kv_lanes
 
     @property
     def own_lanes(self) -> tuple[slice, ...]:
@@ -140,19 +148,20 @@ class Shape:
     @property
     def period(self) -> int:
         """After this many heads lanes begin at the start of a register again."""
-        return LANES // math.gcd(2 * self.head_lanes, LANES)
+        return LANES // math.gcd(self.kv_lanes, LANES)
 
     @property
     def read_lanes(self) -> int:
         """W: whole registers, as many as any head's K or V lies in."""
-        starts = range(0, 2 * self.period * self.head_lanes, self.head_lanes)
+        starts = range(0, self.period * self.kv_lanes, self.head_lanes)
         widest = max(start % LANES + self.head_lanes for start in starts)
         return -(-widest // LANES) * LANES
 
     def lanes(self, head: int, value: bool) -> tuple[int, int]:
         """The first of the W lanes around a head's K or V, counted from its period; and where it begins among them."""
-        start = (2 * (head % self.period) + value) * self.head_lanes
-        last = 2 * self.period * self.head_lanes - self.read_lanes
+        of_value = self.head_lanes if value and self.has_values else 0
+        start = head % self.period * self.kv_lanes + of_value
+        last = self.period * self.kv_lanes - self.read_lanes
         first = min(start // LANES * LANES, last)
         return first, start - first
 
@@ -276,7 +285,7 @@ def slots_of_register(dtype: jnp.dtype) -> int:
 
 def shape_of(
     q: jax.Array | jax.ShapeDtypeStruct,
-    pool: Pool | PoolPart,
+    pool: Pool | PoolPart | LatentPool,
     num_kv_heads: int,
     blocks_per_row: int,
     *,
@@ -285,9 +294,13 @@ def shape_of(
     one_query_per_row: bool = False,
 ) -> Shape:
     """The shape of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with
-    prompts; 1 where rows have one query.
+    prompts; 1 where rows have one query. Of a `LatentPool` heads are as wide as its slots.
     """
-    part, pool = (pool.index, pool.pool) if isinstance(pool, PoolPart) else (None, pool)
+    part, has_values = pool.index if isinstance(pool, PoolPart) else None, True
+    head_dim = q.shape[2]
+    if isinstance(pool, LatentPool):
+        head_dim, has_values = pool.shape[3], False
+    pool = whole(pool)
     group = q.shape[1] // num_kv_heads
     rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)
     tile_q = 1 << (min(128, max(16, rows // group)).bit_length() - 1)
@@ -295,7 +308,7 @@ def shape_of(
     shape = Shape(
         num_kv_heads=num_kv_heads,
         group=group,
-        head_dim=q.shape[2],
+        head_dim=head_dim,
         block_size=pool.shape[1],
         blocks_per_row=blocks_per_row,
         tile_q=1 if one_query_per_row else tile_q,
@@ -305,6 +318,7 @@ def shape_of(
         scale_rows=scale_rows(num_kv_heads) if has_scales else 0,
         mask=mask,
         sizes=sizes,
+        has_values=has_values,
     )
     if part is not None and shape.width < pool.shape[2]:
         shape = replace(shape, first_lane=part * shape.width)

@@ -142,7 +142,7 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, stage, tiles, visible) ->
     bool[1 or A, B], or None if all keys are.
     """
     heads, stack = shape.heads_at_once, shape.stack
-    num_stacks, lanes = heads // stack, 2 * heads * shape.head_lanes
+    num_stacks, lanes = heads // stack, heads * shape.kv_lanes
     same_lanes = all(shape.lanes(i, False)[0] == shape.lanes(i, True)[0] for i in range(heads))
 
     def some(number):
@@ -202,7 +202,7 @@ def _read(shape: Shape, scratch: Scratch, where, base, stack: int, value: bool) 
     (stage, tile), blocks = where, shape.tile_kv // shape.block_size
     heads = []
     for head in range(stack * shape.stack, (stack + 1) * shape.stack):
-        first = base + head // shape.period * (2 * shape.period * shape.head_lanes)
+        first = base + head // shape.period * (shape.period * shape.kv_lanes)
         lanes = pl.ds(first + shape.lanes(head, value)[0], shape.read_lanes)
         data = scratch.kv[stage, pl.ds(tile * blocks, blocks), :, lanes]
         heads.append(_planes(shape, data.reshape(shape.tile_kv, shape.read_lanes)))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.storage import Pool, from_storage
@@ -31,7 +32,7 @@ GROUP = 8  # rows with one query share a loop that is as long as the longest of 
 
 def paged_attention(
     q: Float[Array, "T H D"],
-    pool: Pool | PoolPart,
+    pool: Pool | PoolPart | LatentPool,
     block_table: Int[Array, "R M"],
     kv_lens: Int[Array, " R"],
     query_starts: Queries,
@@ -41,7 +42,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     one_query_per_row: bool = False,
-) -> Float[Array, "T H D"]:
+) -> Float[Array, "T H V"]:
     """Same contract as `reference.paged_attention`. T = R and query r is row r's if `one_query_per_row`.
 
     A pool of uint16 holds the bits of K and V in q's dtype (see `kv_write.xla.to_storage`). A quantised one is
@@ -51,6 +52,8 @@ def paged_attention(
     tiles, each with a loop of its own. Both kinds mix freely in one call.
     """
     num_tokens, num_heads, head_dim = q.shape
+    value_dim = pool.value_dim if isinstance(pool, LatentPool) else head_dim
+    width = num_heads * value_dim  # of a token's results
     grouped = (pool.shape[2] // 2, num_heads // (pool.shape[2] // 2), head_dim)  # K, G, D
     mask = _Mask(scale, window, soft_cap, sinks)
 
@@ -62,24 +65,27 @@ def paged_attention(
         if isinstance(whole(pool), QuantizedPool):
             values = values.astype(jnp.float32)  # rounding tiles to bf16 costs more than it saves
         out = _attend(pool, values, *of_rows, tile_kv=tile_kv, mask=mask)
-        return _bits(out.reshape(queries.shape).astype(q.dtype))
+        if value_dim < head_dim:  # a slice of each tile's values would be a copy
+            out = out[..., :value_dim]
+        return _bits(out.reshape(*queries.shape[:2], width).astype(q.dtype))
 
     flat = _bits(q.reshape(num_tokens, -1))
     if one_query_per_row:
-        out = _attend_groups(attend, flat, block_table, kv_lens)
-        return from_storage(out, q.dtype).reshape(q.shape)
+        out = _attend_groups(attend, flat, width, block_table, kv_lens)
+        return from_storage(out, q.dtype).reshape(num_tokens, num_heads, value_dim)
 
     starts, last_keys = parts(query_starts)
     query_lens = starts[1:] - starts[:-1]
-    out = _attend_query_tiles(attend, flat, block_table, kv_lens, starts, query_lens, last_keys)
+    rows = (block_table, kv_lens, starts, query_lens, last_keys)
+    out = _attend_query_tiles(attend, flat, width, *rows)
     # One that is alone is the last of its row: there is nothing ahead that it could see.
     is_single = query_lens == 1
     first = starts[:-1]
     single_lens = jnp.where(is_single, kv_lens, 0)
     queries = jnp.take(flat, first, axis=0, mode="clip")
-    single = _attend_groups(attend, queries, block_table, single_lens)
+    single = _attend_groups(attend, queries, width, block_table, single_lens)
     out = out.at[jnp.where(is_single, first, num_tokens)].set(single, mode="drop")
-    return from_storage(out, q.dtype).reshape(q.shape)
+    return from_storage(out, q.dtype).reshape(num_tokens, num_heads, value_dim)
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,8 @@ def _bits(x):
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
-def _attend_groups(attend, q, block_table, kv_lens):
-    """Rows with one query, a group at a time, so that short rows do not wait for the longest one. [R, H * D], as q."""
+def _attend_groups(attend, q, width, block_table, kv_lens):
+    """Rows with one query, a group at a time, so that short rows do not wait for the longest one. [R, width]."""
     num_rows = q.shape[0]
     # Fewer, larger groups: each turn of a loop costs the same to start.
     group = max(GROUP, num_rows // 4)
@@ -112,11 +118,13 @@ def _attend_groups(attend, q, block_table, kv_lens):
         values = attend(q[rows][:, None], TILE_KV_ONE, block_table[rows], lens, lens - 1)
         return out.at[rows].set(values[:, 0], unique_indices=True)
 
-    return lax.fori_loop(0, num_rows // group, one_group, jnp.zeros_like(q))
+    return lax.fori_loop(0, num_rows // group, one_group, jnp.zeros((num_rows, width), q.dtype))
 
 
-def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_lens, last_keys):
-    """Rows with several queries: one tile of queries after another, each over its own keys. [T, H * D], as q."""
+def _attend_query_tiles(
+    attend, q, width, block_table, kv_lens, query_starts, query_lens, last_keys
+):
+    """Rows with several queries: one tile of queries after another, each over its own keys. [T, width]."""
     num_tokens = q.shape[0]
     tile_q = min(TILE_Q, num_tokens)
     num_tiles = jnp.where(query_lens > 1, -(-query_lens // tile_q), 0)
@@ -145,7 +153,9 @@ def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_len
         # The tile's tail may run into the next row's tokens; that row's own tiles come later and overwrite it.
         return lax.dynamic_update_slice_in_dim(out, values[0], start, axis=0)
 
-    return lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros_like(padded))[:num_tokens]
+    last = last_tile[-1]
+    empty = jnp.zeros((len(padded), width), q.dtype)
+    return lax.fori_loop(0, last, one_tile, empty)[:num_tokens]
 
 
 def _end_of_keys(end_of_queries, last_keys=None):
@@ -178,7 +188,7 @@ def _attend(pool, q, block_table, kv_lens, positions, last_keys=None, *, tile_kv
         valid = key_position[None] < kv_lens[:, None]  # [R, B]
         if window is not None:  # what no query of the row sees may be somebody else's by now
             valid &= key_position[None] > positions[:, None] - window
-        keys, values = _read_tile(pool, blocks, valid, q.dtype)
+        keys, values = _read_tile(pool, blocks, valid, head_dim, q.dtype)
         scores = mask.scale * jnp.einsum(
             "rkqd,rksd->rkqs", queries, keys, preferred_element_type=jnp.float32
         )
@@ -221,13 +231,15 @@ def _attend(pool, q, block_table, kv_lens, positions, last_keys=None, *, tile_kv
     return jnp.moveaxis(out, 3, 1)
 
 
-def _read_tile(pool, blocks, valid, dtype):
+def _read_tile(pool, blocks, valid, head_dim, dtype):
     """Keys and values [R, K, B, D] of a tile's blocks [R, blocks], head by head; values are 0 where not valid [R, B].
 
     Whole blocks are gathered as flat rows: with four axes XLA:CPU takes 284 us instead of 62 for 1.6 MB.
     """
     num_rows, tile_kv = valid.shape
     num_heads, array = pool.shape[2], whole(pool)
+    if isinstance(pool, LatentPool):
+        return _read_latents(array, blocks, valid, head_dim, dtype)
     rows = jax.tree.map(
         lambda x: x.reshape(x.shape[0], -1).at[blocks.reshape(-1)].get(mode="clip"), array
     )
@@ -245,6 +257,14 @@ def _read_tile(pool, blocks, valid, dtype):
     keys, values = lax.optimization_barrier((keys, values))
     shape = (num_rows, num_heads // 2, tile_kv, -1)
     return tuple(_unpaired(x, stored, dtype).reshape(shape) for x in (keys, values))
+
+
+def _read_latents(array, blocks, valid, head_dim, dtype):
+    """The same of a pool of keys, which are the values too. On a TPU, blocks as flat rows would be a copy of it."""
+    keys = array.at[blocks.reshape(-1)].get(mode="clip")[..., :head_dim]
+    keys = jnp.where(valid[..., None], keys.reshape(*valid.shape, head_dim), 0)
+    keys = from_storage(lax.optimization_barrier(keys), dtype)[:, None]
+    return keys, keys
 
 
 def _read_quantized(rows, valid, num_kv_heads, dtype):

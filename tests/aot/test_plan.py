@@ -17,7 +17,7 @@ from jaxpage.aot.topology import environment
 from jaxpage.aot.worker import Memory, largest_step_bytes
 from jaxpage.runner.programs import step_bytes
 from tests.aot import tiny
-from tests.aot.models import EXPERTS, QWEN2_5_VL_3B
+from tests.aot.models import DEEPSEEK_V2_LITE, EXPERTS, QWEN2_5_VL_3B
 
 pytestmark = pytest.mark.aot
 
@@ -129,6 +129,22 @@ def test_a_model_with_pictures_and_one_with_experts_are_planned(tmp_path):
     code, found = run(path, target="v6e:2x2", tp="auto", max_model_len="16384")
     assert [each["estimate"]["fits"] for each in found] == [False, False, True]
     assert found[0]["experts"]["num_active"] == 3_353_032_704 and found[0]["encoder"] is None
+
+
+def test_latents_are_planned(tmp_path):
+    """No step copies a pool of them. On a TPU a token's 576 numbers are in five registers of 128."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 256}
+    sizes |= {"num_hidden_layers": 2, "n_routed_experts": 8, "vocab_size": 65536}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DEEPSEEK_V2_LITE | sizes))
+    code, found = run(path, target="v6e:2x2", compare=("h200",), max_model_len="8192")
+    assert code == 0
+    assert found[0]["attention"] == "kernel"
+    assert found[1]["attention"].startswith("plain XLA: the kernel reads keys and values")
+    for each, block_size, width in zip(found, (128, 64), (640, 576), strict=True):
+        assert each["block_bytes"] == 2 * block_size * width * 2
+        assert each["in_int8"]["block_bytes"] is None
+        check_programs(each)
 
 
 def test_drafts_are_planned(config, capsys):

@@ -158,7 +158,13 @@ def test_a_launch_that_writes_nothing_has_no_rows():
 
 def kind(layers: int, *, window: int | None = None, width: int = 512, tiles: dict | None = None):
     """Of attention."""
-    return {"window": window, "layers": layers, "width": width, "tiles": tiles or ALL_TILES}
+    return {
+        "window": window,
+        "layers": layers,
+        "width": width,
+        "flops": 4 * width,
+        "tiles": tiles or ALL_TILES,
+    }
 
 
 def of_tpu(**time) -> dict:

@@ -19,7 +19,7 @@ from jaxpage.parallel.mesh import local_mesh
 from jaxpage.weights.spec import specs
 from tests.aot.gemma4 import MODELS as GEMMA_4
 from tests.aot.heads import HEAD
-from tests.aot.models import EXPERTS, MODELS, QWEN2_5_VL_3B
+from tests.aot.models import DEEPSEEK_V2_LITE, EXPERTS, MODELS, QWEN2_5_VL_3B
 from tests.aot.quantised import METHODS
 from tests.aot.recurrent import MODELS as RECURRENT
 
@@ -222,6 +222,41 @@ def test_most_layers_of_qwen3_5_have_a_state_in_place_of_keys(num_devices, tmp_p
     num_states = spec.config.max_num_seqs + spec.step_spec.num_cached_states
     assert spec.lowerings().state_bytes > num_states * state // num_devices
     assert numbers_of_model(spec_of(MODELS["Qwen2.5-0.5B"], tmp_path))["recurrence"] is None
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_latents_are_whole_on_each_device(num_devices, tmp_path):
+    """A token has 576 numbers in a layer, from which four devices compute four of 16 heads each."""
+    spec = spec_of(DEEPSEEK_V2_LITE | {"num_hidden_layers": 3}, tmp_path, num_devices)
+    found = numbers_of_model(spec)
+    assert found["kv_groups"] == [[None, 3]]
+    assert found["layer_block_bytes"] == 576 * 2 * spec.config.block_size
+    (kind,) = found["attention_kinds"]
+    heads = 16 // num_devices
+    assert (kind["layers"], kind["width"]) == (3, heads * 512)
+    # A product with a key, and one with the part of it that is the value.
+    assert kind["flops"] == 2 * heads * (576 + 512)
+    if num_devices > 1:  # after attention and MLP, after the embedding, and of experts
+        size = 2048 * 2
+        assert [each for each in found["exchange"] if each.kind == "all-reduce"] == [
+            Collective("all-reduce", 3 + 3, size),
+            Collective("all-reduce", 1, size),
+            Collective("all-reduce", 2, size),
+        ]
+
+
+def test_queries_of_many_heads_in_the_latents_space_are_wider_than_an_mlp(tmp_path):
+    few, many = (
+        spec_of(
+            DEEPSEEK_V2_LITE
+            | {"num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads},
+            tmp_path,
+        )
+        for heads in (16, 128)
+    )
+    wider = 128 * 576 - 10944
+    more = temp_bytes_at_most(many) - temp_bytes_at_most(few)
+    assert more == 4 * 2 * many.config.max_num_batched_tokens * wider
 
 
 def test_layers_of_gemma_4_differ_in_heads(tmp_path):

@@ -267,6 +267,25 @@ def test_a_family_with_experts(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("family", "queries"), [("deepseek_v2", "q_proj"), ("deepseek_v3", "q_b_proj")]
+)
+def test_a_family_with_latent_attention(family, queries, tmp_path):
+    """Adapters of all projections but that of latents to heads, which no token multiplies."""
+    latents = ("q_a_proj", "kv_a_proj_with_mqa")
+    kinds = [
+        {"rank": 4, "targets": (queries, *latents, "o_proj")},
+        {"rank": 3, "targets": ("kv_a_proj_with_mqa",)},
+    ]
+    adapted = Adapted(tmp_path, family, 0, kinds, mixtures.build)
+    check_family(adapted)
+    of_heads = save_adapter(tmp_path / "heads", adapted.base, seed=1, targets=("kv_b_proj",))
+    llm = checkpoints.make_llm(adapted.base, enforce_eager=True, **OPTIONS)
+    with pytest.raises(ValueError, match="kv_b_proj.* is of no layer that can be adapted here"):
+        llm.add_lora(lora(9, of_heads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("family", "projections"),
     [
         ("qwen3_5", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),

@@ -44,14 +44,20 @@ CASES = [
     ("nemotron_h", "fp8-block", 10),
     ("nemotron_h_moe", "fp8-block", 12),
     ("nemotron_h_moe", "awq-g32", 12),
+    # All of attention but kv_b_proj, and an MLP in one layer.
+    ("deepseek_v3", "fp8-block", 14),
+    ("deepseek_v2", "awq-g32", 12),
 ]
 _RECURRENT = dense_families.qwen3_5(4, head_dim=32, heads=(2, 4), dims=(64, 64))
+_LATENT = mixtures.latent(128, 32, 32, 32, queries=128, num_key_value_heads=4)
 _NEMOTRON_H = {"head_dim": 32, "n_groups": 2, "ssm_state_size": 32}
 _NEMOTRON_H |= {"mamba_num_heads": 8, "mamba_head_dim": 32}
 # Of a family: its own sizes, and the layers that released checkpoints leave as floats.
 OWN_SIZES = {
     "qwen3_5": _RECURRENT,
     "qwen3_5_moe": _RECURRENT | {"shared_expert_intermediate_size": 128},
+    "deepseek_v2": _LATENT | {"q_lora_rank": None},
+    "deepseek_v3": _LATENT,
     "qwen3_next": _RECURRENT
     | {"shared_expert_intermediate_size": 128, "rope_parameters": mixtures.PARTIAL},
     "nemotron_h": _NEMOTRON_H,
@@ -66,7 +72,9 @@ OWN_SIZES = {
         "shared_intermediate_size": 128,
     },
 )
-FLOATS = dict.fromkeys(OWN_SIZES, ("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba"))
+FLOATS = dict.fromkeys(
+    ("qwen3_5", "qwen3_5_moe", "qwen3_next"), ("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba")
+)
 
 
 class Checkpoint:

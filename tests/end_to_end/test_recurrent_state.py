@@ -193,6 +193,23 @@ def test_recorded_calls_give_the_same_bits(path, tmp_path):
     assert found.num_results > 0 and found.different == ()
 
 
+def test_a_replay_has_the_recorded_number_of_cached_states(path, tmp_path, monkeypatch):
+    """Here the device that replays has room for one state."""
+    file = tmp_path / "calls"
+    prompts = [*prompts_of((300, 310)), *prompts_of((300, 310))]
+    sizes = {"max_model_len": 512, "block_size": 16}
+    with few_programs():
+        llm = checkpoints.make_llm(path, **sizes, record_calls=str(file))
+        for prompt in prompts:
+            answers(llm, [prompt])
+        assert llm.stats().prefix_cache_hits == 288 + 304
+        del llm
+        monkeypatch.setattr("jaxpage.engine_spec.total_ram", lambda: 1)
+        with file.open("rb") as recording:
+            found = replay(recording)
+    assert found.num_results > 0 and found.different == ()
+
+
 def test_logprobs_of_rollouts_do_not_see_padding(path):
     rng = np.random.default_rng(0)
     long, some = rng.integers(3, 200, 70).tolist(), rng.integers(3, 200, 9).tolist()

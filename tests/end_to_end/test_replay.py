@@ -84,7 +84,7 @@ def test_mixed_requests_are_replayed_bit_for_bit(num_requests, path, tmp_path, c
     llm.wait_until_warm()  # the other process finds the programs, and compiles none at the same time
     header = _recording_header(
         EngineConfig.from_options(model=str(path), **llm_options(file)),
-        MagicMock(config=llm.config, num_devices=1),
+        MagicMock(config=llm.config, num_devices=1, num_cached_states=0),
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
         follower = subprocess.Popen(
@@ -119,7 +119,9 @@ def test_a_recording_says_whether_its_programs_have_thinking_budgets():
     options = EngineConfig.from_options(model="m", reasoning_config=markers)
     config = MagicMock(**dict.fromkeys(_SIZES, 64), model="m")
     header = json.loads(
-        json.dumps(_recording_header(options, MagicMock(config=config, num_devices=1)))
+        json.dumps(
+            _recording_header(options, MagicMock(config=config, num_devices=1, num_cached_states=0))
+        )
     )
     assert (
         EngineConfig.from_options(**header["options"]).reasoning_config == options.reasoning_config

@@ -42,6 +42,9 @@ RECURRENT = (
     *("granite_hybrid", "granite_hybrid_moe", "nemotron_h", "nemotron_h_moe"),
 )
 NOT_OF_RECURRENT = ("swapped",)
+# Of families with multi-head latent attention, whose pools are not quantised.
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+NOT_OF = dict.fromkeys(RECURRENT, NOT_OF_RECURRENT) | dict.fromkeys(LATENT, ("quantised pool",))
 PROMPT_LENS, MAX_TOKENS, BEAM_TOKENS = (1, 30, 7, 64, 90, 30, 11), 24, 9
 
 # By the last bit of a sum over devices a number may round to another integer, and these models have few numbers: 0.092
@@ -56,6 +59,7 @@ SLOW = {
     ("qwen2_moe", 1, 8, "plain"),
     ("gpt_oss", 0, 2, "preempted"),
     ("qwen3_5", 1, 4, "plain"),
+    ("deepseek_v3", 1, 2, "plain"),
 } | {
     (family, i % 2, SIZES[i % 3], list(WAYS)[2 * i % len(WAYS)])
     for i, family in enumerate(checkpoints.VARIANTS)
@@ -175,7 +179,7 @@ def cases():
     for family, module in DEFINED_IN.items():
         num_variants = len(module.VARIANTS[family])
         for (i, way), variant in itertools.product(enumerate(WAYS, 1), range(num_variants)):
-            if family in RECURRENT and way in NOT_OF_RECURRENT:
+            if way in NOT_OF.get(family, ()):
                 continue
             if module is checkpoints or variant == i % num_variants:
                 for num_devices in SIZES:

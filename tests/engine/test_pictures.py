@@ -272,26 +272,31 @@ def answer_a_long_prompt(seed: int) -> None:
     assert_expected(engine, masked, request)
 
 
-@pytest.mark.parametrize("whole", [False, True])
+each_kind = pytest.mark.parametrize("kind", ["usual", "whole pictures", "recurrent state"])
+
+
+@each_kind
 @pytest.mark.parametrize("seed", range(12))
-def test_any_workload(seed, whole):
-    answer_anything(seed, whole=whole)
+def test_any_workload(seed, kind):
+    answer_anything(seed, kind)
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("whole", [False, True])
-def test_any_workload_in_2_000_examples(whole):
+@each_kind
+def test_any_workload_in_2_000_examples(kind):
     for seed in range(2000):
-        answer_anything(seed, whole=whole)
+        answer_anything(seed, kind)
 
 
-def answer_anything(seed: int, *, whole: bool) -> None:
+def answer_anything(seed: int, kind: str) -> None:
     """Small caches, few blocks, windows, chunks, overlap, host blocks, masks: each token reads its own embedding."""
+    whole, is_recurrent = kind == "whole pictures", kind == "recurrent state"
     rng = np.random.default_rng(seed)
     engine = make_engine(
         num_blocks=int(rng.integers(24, 46)),
         block_size=int(rng.integers(2, 5)),
-        num_host_blocks=int(rng.integers(0, 2)) * 20,
+        num_host_blocks=int(rng.integers(0, 2)) * (0 if is_recurrent else 20),
+        num_cached_states=int(rng.choice((1, 3, 20))) if is_recurrent else None,
         preemption_mode=[None, "swap", "recompute"][rng.integers(3)],
         picture_rows=int(rng.integers(7, 20)),
         whole_pictures=whole,

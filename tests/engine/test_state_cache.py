@@ -122,6 +122,16 @@ def test_states_of_old_weights_are_not_found():
     assert answer(engine, "third", PROMPT).num_cached_tokens == 40
 
 
+def test_a_reset_of_the_prefix_cache_forgets_states():
+    """Their hashes are those of keys and values that are computed afterwards, perhaps with other weights."""
+    engine = make_engine(num_cached_states=4)
+    answer(engine, "first", PROMPT)
+    assert engine.reset_prefix_cache()
+    second = answer(engine, "second", PROMPT)
+    assert rows_of(engine, second) == [(0, 40), (40, 3)]
+    assert sum(len(step.plan.state_saves) for step in engine.steps) == 2
+
+
 def test_no_state_is_trusted_after_a_failed_step():
     engine = make_engine(num_cached_states=4, fail_collect=(1,))
     with pytest.raises(RuntimeError, match="as told"):
@@ -149,6 +159,16 @@ def test_a_plan_replaces_none_of_its_own_states():
     assert states.save(b"c") in (5, 6)
     assert states.find([b"a"], 1, always).num_blocks == 0
     assert states.find([b"b"], 1, always).num_blocks == 1
+
+
+def test_a_state_whose_blocks_are_computed_again_is_in_use_again():
+    states = StateCache(range(5, 7), block_size=4)
+    assert {states.save(b"a"), states.save(b"b")} == {5, 6}
+    states.begin_plan()
+    assert states.save(b"a") == 0
+    assert states.save(b"c") in (5, 6)
+    assert states.find([b"a"], 1, always).num_blocks == 1
+    assert states.find([b"b"], 1, always).num_blocks == 0
 
 
 def test_by_default_a_state_saves_many_tokens():

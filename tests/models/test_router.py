@@ -60,6 +60,21 @@ def test_a_token_goes_to_the_best_experts_of_the_best_groups():
         np.testing.assert_allclose(given, row[best] / row[best].sum(), rtol=1e-5)
 
 
+def test_a_group_may_be_as_good_as_its_best_expert():
+    """DeepSeek-V2: shares are parts of a softmax over all experts, times a factor."""
+    grouped = Routing(num_groups=4, chosen_groups=2, num_best=1, factor=2.5)
+    made = router(replace(EXPERTS, shares_add_up_to_one=False, routing=grouped))
+    rows = np.random.default_rng(1).standard_normal((30, 16)).astype(np.float32)
+    chosen, shares = made.choose(jnp.asarray(rows))
+    exponentials = np.exp(rows @ np.asarray(made.weight[...]).T)
+    for row, experts, given in zip(exponentials, chosen, shares, strict=True):
+        groups = np.argsort([-row[2 * i : 2 * i + 2].max() for i in range(4)])[:2]
+        allowed = [2 * i + j for i in groups for j in range(2)]
+        best = sorted(allowed, key=lambda expert: -row[expert])[:3]
+        assert best == list(experts)
+        np.testing.assert_allclose(given, 2.5 * row[best] / row.sum(), rtol=1e-5)
+
+
 def test_the_weight_may_be_float32_in_any_model():
     """Then logits are those of float32, which decide between experts that are nearly equal."""
     wide = replace(EXPERTS, routing=replace(EXPERTS.routing, in_float32=True))
@@ -76,7 +91,7 @@ def test_the_weight_may_be_float32_in_any_model():
     ("groups", "chosen", "message"),
     [
         (3, 1, "8 experts cannot be in 3 equal groups"),
-        (8, 4, "8 experts cannot be in 8 equal groups of at least two"),
+        (8, 4, "8 experts cannot be in 8 equal groups of at least 2, of which 4"),
         (4, 5, "of which 5 are chosen: check n_group and topk_group"),
         (0, 1, "8 experts cannot be in 0 equal groups"),
         (4, 1, "3 experts for each token in 1 groups of 2"),
@@ -91,7 +106,10 @@ def test_groups_that_do_not_fit_are_refused(groups, chosen, message):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [("glm4_moe", 1), ("glm4_moe", 2), ("minimax_m2", 0), ("ernie4_5_moe", 0)],
+    [
+        *(("glm4_moe", 1), ("glm4_moe", 2), ("minimax_m2", 0), ("ernie4_5_moe", 0)),
+        *(("deepseek_v2", 0), ("deepseek_v2", 1), ("deepseek_v3", 1)),
+    ],
 )
 def test_gradients_are_those_of_torch(family, variant, tmp_path):
     """Of every parameter; with experts stacked both have the same names."""

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpage.research import points, run_with_cache, run_with_hooks
 from jaxpage.rl import load_module
-from tests import checkpoints, dense_families
+from tests import checkpoints, dense_families, mixtures
 
 TOKENS = np.random.default_rng(0).integers(3, checkpoints.VOCAB_SIZE, (2, 20))
 
@@ -97,6 +97,21 @@ def test_what_a_hook_returns_goes_on(case):
     np.testing.assert_allclose(patched, other, atol=1e-4)
     looked = run_with_hooks(module, TOKENS, [("*", lambda value, name: None)])
     np.testing.assert_allclose(looked, plain, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_latents_are_the_keys_and_values_of_all_heads(tmp_path):
+    """Multi-head latent attention as it is computed: queries and sums are of latents, weights those of the heads."""
+    path = mixtures.build("deepseek_v3", 1, tmp_path)
+    theirs = inside(path)
+    logits, cache = run_with_cache(load_module(str(path)), TOKENS)
+    np.testing.assert_allclose(logits, theirs.logits, atol=1e-4)
+    for index, weights in enumerate(theirs.attentions):
+        block = f"blocks.{index}.attn.hook_"
+        np.testing.assert_allclose(cache[f"{block}pattern"], weights, atol=1e-4)
+        shapes = {name: cache[f"{block}{name}"].shape[2:] for name in "qkvz"}
+        assert shapes == {"q": (8, 28), "k": (1, 28), "v": (1, 20), "z": (8, 20)}
+        np.testing.assert_array_equal(cache[f"{block}k"][..., :20], cache[f"{block}v"])
 
 
 @pytest.mark.slow

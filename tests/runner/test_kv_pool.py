@@ -54,6 +54,19 @@ def test_equal_bytes_hold_more_tokens(format, head_dim, gain):
     assert full / fewer >= gain
 
 
+@pytest.mark.parametrize(("layout", "width"), [("heads", 576), ("tpu", 640)])
+def test_a_pool_of_latents_has_keys_alone(layout, width):
+    """On a TPU in whole registers of 128."""
+    options = {"num_kv_heads": 2, "head_dim": 576, "value_dim": 512, "sharded": True}
+    spec, num_bytes = allocated(layout=layout, **options)
+    assert spec.abstract()[0].shape == (7, 16, 2 * width)
+    assert num_bytes == spec.num_bytes == 3 * 7 * 16 * 2 * width * 2
+    assert spec.axes_of(spec.abstract()[0]) == ("blocks", "block", "kv_heads")
+    for format in FORMATS:
+        with pytest.raises(ValueError, match=f"kv_cache_dtype='{format}' is not supported"):
+            dataclasses.replace(spec, format=format)
+
+
 @pytest.mark.parametrize("format", [None, "int8"])
 def test_a_tpu_s_layout_has_a_row_of_heads_for_each_slot(format):
     """The same bytes, and heads on another axis of scales and zeros."""

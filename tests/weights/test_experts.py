@@ -78,6 +78,7 @@ def test_experts_are_stacked_gate_before_up(mixtral):
     [
         *("mixtral", "qwen3_moe", "minimax_m2", "granitemoe", "ernie4_5_moe"),
         pytest.param("qwen3_next", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
         pytest.param("nemotron_h_moe", marks=pytest.mark.slow),
     ],
 )
@@ -151,6 +152,8 @@ def test_experts_of_one_layer_at_a_time_are_in_memory(tmp_path, monkeypatch):
                 ("glm4_moe", 1),
                 ("minimax_m2", 1),
                 ("granitemoe", 1),
+                ("deepseek_v2", 0),
+                ("deepseek_v3", 1),
             )
         ),
     ],
@@ -165,7 +168,9 @@ def test_what_is_saved_is_what_was_loaded(family, variant, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "variant"), [("qwen3_moe", 1), ("gpt_oss", 1)])
+@pytest.mark.parametrize(
+    ("family", "variant"), [("qwen3_moe", 1), ("gpt_oss", 1), ("deepseek_v3", 1)]
+)
 def test_to_orbax_and_back_is_bitwise_the_same(family, variant, tmp_path):
     path = mixtures.build(family, variant, tmp_path / "hf")
     convert(path, tmp_path / "orbax")
@@ -223,9 +228,17 @@ def test_experts_may_have_inputs_before_outputs(qwen3_vl, tmp_path):
     )
 
 
-def test_layers_after_the_last_are_not_used(tmp_path):
+@pytest.mark.parametrize(
+    "family",
+    [
+        "glm4_moe",
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+        pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_after_the_last_are_not_used(family, tmp_path):
     """GLM-4.5 has one that predicts a second token; a converted checkpoint has none."""
-    path = mixtures.build("glm4_moe", 0, tmp_path / "hf")
+    path = mixtures.build(family, 0, tmp_path / "hf")
     stored = tensors(path)
     more = {
         name.replace("layers.1", "layers.2"): 1 - array
