@@ -86,6 +86,23 @@ def granite_hybrid(
     }
 
 
+def nemotron_h(
+    kinds: str, *, heads: tuple[int, int], dims: tuple[int, int], **other: Any
+) -> dict[str, Any]:
+    """Nemotron-H's. kinds: M for Mamba-2, * for attention, - for an MLP, E for experts. Others as Granite 4's."""
+    return {
+        "hybrid_override_pattern": kinds,
+        "n_groups": heads[0],
+        "mamba_num_heads": heads[0] * heads[1],
+        "ssm_state_size": dims[0],
+        "mamba_head_dim": dims[1],
+        # In transformers the least time step of a prompt, here and in vLLM only of initial weights. So small,
+        # it is no limit there.
+        "time_step_min": 1e-9,
+        **other,
+    }
+
+
 def growing(rope: dict[str, Any], growth: float, length: int, **more: Any) -> dict[str, Any]:
     """`rope` of a Ministral 3 of 512 tokens, whose queries grow after each `length` of them."""
     own = {"llama_4_scaling_beta": growth, "original_max_position_embeddings": length}
@@ -453,6 +470,33 @@ VARIANTS["granite_hybrid"] = [
         **granite_hybrid([FULL] * 3, heads=(1, 2), dims=(8, 32), position_embedding_type="rope"),
     ),
 ]
+VARIANTS["nemotron_h"] = [
+    shape(4, 2, hidden=96, head_dim=16, **nemotron_h("M-*-M", heads=(2, 3), dims=(24, 16))),
+    shape(
+        8,
+        1,
+        hidden=64,
+        head_dim=8,
+        **nemotron_h(
+            "*MM-",
+            heads=(1, 8),
+            dims=(16, 16),
+            conv_kernel=3,
+            use_bias=True,
+            use_conv_bias=False,
+            mlp_bias=True,
+            # Theirs and ours.
+            time_step_min=0.2,
+            time_step_limit=[0.2, float("inf")],
+        ),
+    ),
+    shape(
+        4,
+        4,
+        head_dim=12,
+        **nemotron_h("-M*", heads=(4, 1), dims=(8, 32), mlp_hidden_act="gelu_pytorch_tanh"),
+    ),
+]
 CLASSES = {
     "ministral": "MinistralConfig",
     "ministral3": "Ministral3Config",
@@ -473,6 +517,7 @@ CLASSES = {
     "gemma4": "Gemma4TextConfig",
     "qwen3_5": "Qwen3_5TextConfig",
     "granite_hybrid": "GraniteMoeHybridConfig",
+    "nemotron_h": "NemotronHConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
 

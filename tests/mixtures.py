@@ -17,6 +17,7 @@ from tests.dense_families import (
     gemma4,
     granite_hybrid,
     multipliers,
+    nemotron_h,
     qwen3_5,
 )
 
@@ -542,6 +543,26 @@ VARIANTS["granite_hybrid_moe"] = [
         | {"num_local_experts": 4},
     ),
 ]
+VARIANTS["nemotron_h_moe"] = [
+    shape(
+        4,
+        2,
+        hidden=48,
+        head_dim=16,
+        **deepseek(8, 3, 24, moe_shared_expert_intermediate_size=40, n_group=4, topk_group=2),
+        **nemotron_h("ME*E", heads=(2, 3), dims=(24, 16)),
+        routed_scaling_factor=2.5,
+    ),
+    shape(
+        8,
+        1,
+        hidden=64,
+        head_dim=8,
+        **deepseek(6, 2, 16, moe_shared_expert_intermediate_size=24, moe_latent_size=32),
+        **nemotron_h("M-*ME", heads=(1, 8), dims=(16, 16), mlp_bias=True),
+        norm_topk_prob=False,
+    ),
+]
 CLASSES = {
     "mixtral": "MixtralConfig",
     "qwen2_moe": "Qwen2MoeConfig",
@@ -560,6 +581,7 @@ CLASSES = {
     "qwen3_5_moe": "Qwen3_5MoeTextConfig",
     "qwen3_next": "Qwen3NextConfig",
     "granite_hybrid_moe": "GraniteMoeHybridConfig",
+    "nemotron_h_moe": "NemotronHConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
 

@@ -58,6 +58,8 @@ FAMILIES = {
     "qwen3_next": "Qwen3-Next",
     "granite_hybrid": "Granite 4, without experts",
     "granite_hybrid_moe": "Granite 4, with experts",
+    "nemotron_h": "Nemotron-H, without experts",
+    "nemotron_h_moe": "Nemotron-H (Nemotron 3), with experts",
 }
 # The same of families that take pictures.
 PICTURE_FAMILIES = {

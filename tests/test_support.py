@@ -44,6 +44,7 @@ TEXT_ONLY = {"Mistral3ForConditionalGeneration", "Gemma4UnifiedForConditionalGen
 # Two names of a model without pictures, and two rows for an architecture.
 ALIKE = {"gemma4unified": "gemma4", "gemma4moe": "gemma4"}
 ALIKE |= dict.fromkeys(("granitehybrid", "granitehybridmoe"), "granitemoehybrid")
+ALIKE |= {"nemotronhmoe": "nemotronh"}
 
 
 @pytest.mark.parametrize(

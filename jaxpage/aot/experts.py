@@ -50,7 +50,8 @@ def exchange_of_experts(spec: EngineSpec) -> list[Collective]:
     experts = model.experts
     if experts is None or num_devices == 1 or experts.num_experts % num_devices:
         return []
-    num_bytes = model.hidden_size * jnp.dtype(model.dtype).itemsize
+    size = experts.latent_size or model.hidden_size
+    num_bytes = size * jnp.dtype(model.dtype).itemsize
     return [Collective("all-reduce", len(experts.layers), num_bytes)]
 
 

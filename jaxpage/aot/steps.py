@@ -68,9 +68,14 @@ def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collecti
     projections = [
         each
         for each in divided
-        if each.axes[0] in ("heads", "kv_heads") and ".self_attn." in each.path
+        if each.axes[0] in ("heads", "kv_heads") and _is_of_attention(each.path)
     ]
     return found + [Collective("all-gather", 1, each.shape[0] * itemsize) for each in projections]
+
+
+def _is_of_attention(path: str) -> bool:
+    """Whether a parameter is of attention. Heads of Mamba-2, which may be a `mixer` too, have the same axis."""
+    return ".self_attn." in path or (".mixer." in path and ".in_proj_" not in path)
 
 
 def most_temp_bytes(spec: EngineSpec) -> int:

@@ -51,6 +51,9 @@ class ExpertsConfig:
     shared_gate: bool = True  # whether that has a gate of its own
     routing: Routing = Routing()
     bias: bool = False  # of router and experts
+    has_gate: bool = True  # else experts are down(activation(up(x)))
+    # Dim of what experts read and write, between projections of all tokens from and to hidden states; None: these.
+    latent_size: int | None = None
     # gpt-oss: gate and up are clamped to it, and up is offset by 1: g sigmoid(slope g) (u + 1).
     swiglu_limit: float | None = None
     swiglu_slope: float = 1.702
@@ -219,11 +222,15 @@ class ModelConfig:
     # Then there is one KV head: its keys are a token's latent and rotated key, its values the latent.
     latent: LatentSizes | None = None
     recurrent: RecurrentLayers | None = None
+    # Of each layer, if it has one of these alone (Nemotron-H); "mlp": an MLP or experts.
+    mixers: tuple[Literal["attention", "recurrence", "mlp"], ...] | None = None
     eagle: EagleOptions | None = None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers without a recurrent state."""
+        """The layers with attention."""
+        if self.mixers is not None:
+            return tuple(i for i, mixer in enumerate(self.mixers) if mixer == "attention")
         recurrent = () if self.recurrent is None else self.recurrent.layers
         return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
 
@@ -298,7 +305,8 @@ def decoder_config(
         "activation": activation_of(hf, architecture),
         "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "windows": windows,
-        "ropes": layer_ropes(hf, layer_types, head_dim=head_dims, max_model_len=length),
+        "ropes": facts.get("ropes")
+        or layer_ropes(hf, layer_types, head_dim=head_dims, max_model_len=length),
         "attention_scale": head_dim**-0.5,
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
@@ -321,7 +329,8 @@ def counts_of(hf: PretrainedConfig, names: Iterable[str], owner: str) -> list[in
 
 def activation_of(hf: PretrainedConfig, owner: str) -> str:
     """The activation of the MLPs of `hf`. Raises ValueError, which names their `owner`, if it is not supported."""
-    name = hf.hidden_activation if _has_option(hf, "hidden_activation") else hf.hidden_act
+    options = ("hidden_activation", "mlp_hidden_act")
+    name = getattr(hf, next((each for each in options if _has_option(hf, each)), "hidden_act"))
     if name not in ACTIVATION_FUNCTIONS:
         known = ", ".join(ACTIVATION_FUNCTIONS)
         raise ValueError(f"{owner}: activation {name!r}; supported are {known}")

@@ -39,11 +39,23 @@ class Gate:
         return gate * jax.nn.sigmoid(gate * self.slope) * (up + 1)
 
 
+@dataclass(frozen=True)
+class NoGate:
+    """activation(up)"""
+
+    activation: str
+
+    def __call__(self, up: jax.Array) -> jax.Array:
+        """[T, F] -> [T, F]"""
+        return ACTIVATION_FUNCTIONS[self.activation](up)
+
+
 class Experts(nnx.Module):
-    """The stacked weights of a layer's experts. `gate_up_proj` has the rows of gate, then those of up."""
+    """The stacked weights of a layer's experts. `gate_up_proj` has the rows of gate, if any, then those of up."""
 
     def __init__(self, config: ModelConfig, settings: ExpertsConfig):
-        num, embed, inner = settings.num_experts, config.hidden_size, settings.intermediate_size
+        num, inner = settings.num_experts, settings.intermediate_size
+        embed = settings.latent_size or config.hidden_size
         init, dtype = Normal(config.initializer_range), config.dtype
 
         def weight(*shape: int) -> nnx.Param:
@@ -57,7 +69,8 @@ class Experts(nnx.Module):
             axes = ("experts", "expert")
             return param((num, size), axes=axes, init=Constant(0.0), dtype=dtype)
 
-        self.gate_up_proj, self.gate_up_proj_bias = weight(2 * inner, embed), bias(2 * inner)
+        rows = 2 * inner if settings.has_gate else inner
+        self.gate_up_proj, self.gate_up_proj_bias = weight(rows, embed), bias(rows)
         self.down_proj, self.down_proj_bias = weight(embed, inner), bias(embed)
         # Of quantised weights, as `QuantizedWeight` has them; then the parameters above are their data.
         self.gate_up_proj_scale: nnx.Param | None = None
@@ -97,12 +110,19 @@ def _value(parameter: nnx.Param | None) -> Any:
     return value[:, :num_groups]
 
 
+def _latent_projection(config: ModelConfig, shape: tuple[int, int]) -> Linear:
+    """A projection to or from what experts read and write. Each device has all of it."""
+    init, bias = Normal(config.initializer_range), config.mlp_bias
+    return Linear(shape, axes=("embed", "embed"), bias=bias, init=init, dtype=config.dtype)
+
+
 class MixtureOfExperts(nnx.Module):
     """The weighted sum of a token's experts, plus the expert for all tokens, if there is one."""
 
     def __init__(self, config: ModelConfig, settings: ExpertsConfig, shared: nnx.Module | None):
         self.settings = settings
-        self.activation = Gate(config.activation, settings.swiglu_limit, settings.swiglu_slope)
+        gate = Gate(config.activation, settings.swiglu_limit, settings.swiglu_slope)
+        self.activation = gate if settings.has_gate else NoGate(config.activation)
         self.gate = Router(config, settings)
         self.experts = Experts(config, settings)
         # transformers has the plural where there is no gate; either is one MLP.
@@ -115,6 +135,12 @@ class MixtureOfExperts(nnx.Module):
                 (1, config.hidden_size), axes=axes, bias=False, init=init, dtype=config.dtype
             )
             self.shared_expert_gate = nnx.data(gate)
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
+        if settings.latent_size is not None:
+            inner, outer = settings.latent_size, config.hidden_size
+            self.fc1_latent_proj = nnx.data(_latent_projection(config, (inner, outer)))
+            self.fc2_latent_proj = nnx.data(_latent_projection(config, (outer, inner)))
         # Set by `weights.transform`.
         self.kernel: ExpertsKernel = XLA
 
@@ -139,13 +165,15 @@ class MixtureOfExperts(nnx.Module):
             numbers = jnp.arange(self.settings.num_experts, dtype=chosen.dtype)
             load.append((chosen[..., None] == numbers[None, None]).sum((0, 1), dtype=jnp.int32))
         out = experts(
-            rows,
+            rows if self.fc1_latent_proj is None else self.fc1_latent_proj(rows),
             chosen,
             shares,
             self.experts.weights,
             activation=self.activation,
             kernel=self.kernel,
         )
+        if self.fc2_latent_proj is not None:
+            out = self.fc2_latent_proj(out.astype(x.dtype)).astype(jnp.float32)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             share = jax.nn.sigmoid(self.shared_expert_gate.product(rows))
             out = out + share * self.shared_expert(rows).astype(jnp.float32)

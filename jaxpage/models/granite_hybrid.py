@@ -12,16 +12,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import (
-    ExpertsConfig,
-    MambaOptions,
-    ModelConfig,
-    RecurrentLayers,
-    counts_of,
-)
+from jaxpage.models.config import ExpertsConfig, MambaOptions, ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.granite import GraniteLayer, granite_config
-from jaxpage.models.mamba2 import MIXED, Mamba2, part_sizes
+from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers
 from jaxpage.models.recurrence import Recurrence, WholeSequences
 from jaxpage.models.rope import NO_ROPE, Rotation
 from jaxpage.models.sources import Place, Source, granite_experts
@@ -105,23 +99,15 @@ def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:
         )
     if _RECURRENT not in kinds:
         return {}
-    heads, groups, key_dim, value_dim, num_taps = counts_of(hf, _COUNTS, owner)
-    if heads % groups:
-        raise ValueError(
-            f"{owner}: {heads} heads cannot be in {groups} equal groups; check mamba_n_heads and "
-            "mamba_n_groups in config.json"
-        )
     if hf.hidden_act != "silu":
         raise ValueError(f"{owner}: hidden_act is {hf.hidden_act!r}; supported is 'silu'")
     least, most = hf.time_step_limit or (0.0, float("inf"))
-    sizes = RecurrentLayers(
+    sizes = recurrent_layers(
+        hf,
+        _COUNTS,
+        owner,
         layers=tuple(index for index, kind in enumerate(kinds) if kind == _RECURRENT),
-        num_key_heads=groups,
-        values_per_key=heads // groups,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        num_taps=num_taps,
-        mamba=MambaOptions(
+        options=MambaOptions(
             projection_bias=bool(hf.mamba_proj_bias),
             convolution_bias=bool(hf.mamba_conv_bias),
             time_steps=(float(least), float(most)),
@@ -147,17 +133,6 @@ def granite_hybrid_parts(config: ModelConfig) -> dict[str, Place]:
             f"{layer}.shared_mlp.output_linear.weight"
         )
     for i in () if config.recurrent is None else config.recurrent.layers:
-        layer, sizes = f"model.layers.{i}.mamba", part_sizes(config)
-        start = 0
-        for part, size in sizes.items():
-            for name in ("weight", "bias"):
-                place = Source(f"{layer}.in_proj.{name}", start, start + size)
-                places[f"{layer}.in_proj_{part}.{name}"] = place
-            start += size
-        start = 0
-        for part in MIXED:
-            for name, suffix in (("weight", ""), ("bias", "_bias")):
-                place = Source(f"{layer}.conv1d.{name}", start, start + sizes[part])
-                places[f"{layer}.conv.{part}{suffix}"] = place
-            start += sizes[part]
+        layer = f"model.layers.{i}.mamba"
+        places |= mamba_parts(config, layer, layer)
     return places

@@ -37,6 +37,7 @@ _LAYERS = (
     # of a layer with a recurrent state
     *(f"in_proj_{part}" for part in (*"qkvzbaxBC", "dt")),
     "out_proj",
+    *("fc1_latent_proj", "fc2_latent_proj"),  # around experts
 )
 
 Model = TypeVar("Model", bound=nnx.Module)

@@ -1,4 +1,4 @@
-"""Layers with a recurrent state: Mamba-2 (https://arxiv.org/abs/2405.21060), as Granite 4 has it.
+"""Layers with a recurrent state: Mamba-2 (https://arxiv.org/abs/2405.21060), as Granite 4 and Nemotron-H have it.
 
 It is linear attention: B are the keys, C the queries, x times its time step the values, and the state decays. Attribute
 paths are the checkpoint's names, but what it has in one projection and one convolution is several here: a device of
@@ -11,15 +11,20 @@ value dim, W taps.
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.models.config import ModelConfig
+from jaxpage.models.config import MambaOptions, ModelConfig, RecurrentLayers, counts_of
 from jaxpage.models.layers import Constant, Linear, Normal, normalise, param
 from jaxpage.models.recurrence import Recurrence
+from jaxpage.models.sources import Place, Source
 from pallas_kernels.mamba2.reference import Tokens
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MIXED = ("x", "B", "C")  # inputs of the convolution, in the order of its rows in checkpoints
 
@@ -30,6 +35,54 @@ def part_sizes(config: ModelConfig) -> dict[str, int]:
     assert sizes is not None
     keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
     return {"z": values, "x": values, "B": keys, "C": keys, "dt": sizes.num_value_heads}
+
+
+def recurrent_layers(
+    hf: PretrainedConfig,
+    names: tuple[str, str, str, str, str],
+    owner: str,
+    *,
+    layers: tuple[int, ...],
+    options: MambaOptions,
+) -> RecurrentLayers:
+    """The sizes of Mamba-2 in `hf`. names: its options for the numbers of heads and of groups, the dims of the state
+    and of a head, and the number of taps. Raises ValueError, which names their `owner`.
+    """
+    heads, groups, key_dim, value_dim, num_taps = counts_of(hf, names, owner)
+    if heads % groups:
+        raise ValueError(
+            f"{owner}: {heads} heads cannot be in {groups} equal groups; check {names[0]} and {names[1]} in "
+            "config.json"
+        )
+    return RecurrentLayers(
+        layers=layers,
+        num_key_heads=groups,
+        values_per_key=heads // groups,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        num_taps=num_taps,
+        mamba=options,
+    )
+
+
+def mamba_parts(config: ModelConfig, ours: str, theirs: str) -> dict[str, Place]:
+    """The places of a layer's projections and convolutions, of which checkpoints have one each. ours, theirs: its path,
+    and its name in checkpoints.
+    """
+    places: dict[str, Place] = {}
+    sizes, start = part_sizes(config), 0
+    for part, size in sizes.items():
+        for name in ("weight", "bias"):
+            place = Source(f"{theirs}.in_proj.{name}", start, start + size)
+            places[f"{ours}.in_proj_{part}.{name}"] = place
+        start += size
+    start = 0
+    for part in MIXED:
+        for name, suffix in (("weight", ""), ("bias", "_bias")):
+            place = Source(f"{theirs}.conv1d.{name}", start, start + sizes[part])
+            places[f"{ours}.conv.{part}{suffix}"] = place
+        start += sizes[part]
+    return places
 
 
 class Convolutions(nnx.Module):

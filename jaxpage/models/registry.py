@@ -64,6 +64,12 @@ from jaxpage.models.mixtures import (
     qwen2_moe_config,
     qwen3_moe_config,
 )
+from jaxpage.models.nemotron_h import (
+    nemotron_h,
+    nemotron_h_config,
+    nemotron_h_name,
+    nemotron_h_parts,
+)
 from jaxpage.models.olmo import exaone4_config, olmo, post_norm
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
 from jaxpage.models.qwen3_5 import (
@@ -238,6 +244,13 @@ REGISTRY: dict[str, Family] = {
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(config_from_hf=mixtral_config, weight_map=mixtral_experts),
     "NemotronForCausalLM": Family(config_from_hf=nemotron_config, module=nemotron),
+    "NemotronHForCausalLM": Family(
+        config_from_hf=nemotron_h_config,
+        module=nemotron_h,
+        weight_map=nemotron_h_parts,
+        tensor_name=nemotron_h_name,
+        is_idle=further_predictors,
+    ),
     "Olmo2ForCausalLM": Family(
         config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo
     ),

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 class PlainMLP(nnx.Module):
     """down(activation(up(x))), with the family's names of the two layers (transformers' Starcoder2MLP)."""
 
-    def __init__(self, config: ModelConfig, names: tuple[str, str]):
+    def __init__(self, config: ModelConfig, names: tuple[str, str], inner: int | None = None):
+        """inner: the MLP dim, if it is not the config's."""
         self.activation, self.names = config.activation, names
-        embed, inner = config.hidden_size, config.intermediate_size
+        embed = config.hidden_size
+        inner = config.intermediate_size if inner is None else inner
 
         def projection(shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
             init = Normal(config.initializer_range)

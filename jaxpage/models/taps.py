@@ -29,23 +29,30 @@ _OF_A_BLOCK = (
     "hook_mlp_out",  # [B, T, E] the output of the MLP
     "hook_resid_post",  # [B, T, E] the output of the layer
 )
+# Attributes of layers: attention, a recurrent state or an MLP, or whichever of them is the only one.
+_MODULES = ("self_attn", "linear_attn", "mamba", "mlp", "mixer")
 LAST_POINT = "ln_final.hook_normalized"
 
 
 def points(config: ModelConfig) -> list[str]:
     """All names for a model, in the order of computation. Mixtures of experts have no `hook_mlp_out`, layers that read
-    the keys and values of earlier ones no hooks for these, and layers with a recurrent state none inside attention. Of
-    latent attention K is 1, and values inside are of latents, as `latent_attention` computes them.
+    the keys and values of earlier ones no hooks for these, and layers with a recurrent state none inside attention.
+    Layers with either attention or an MLP have no hooks of the other. Of latent attention K is 1, and values inside are
+    of latents, as `latent_attention` computes them.
     """
     recurrent = () if config.recurrent is None else config.recurrent.layers
     of_experts = () if config.experts is None else config.experts.layers
 
     def missing(index: int) -> set[str]:
-        if index in recurrent:
-            inside = {name for name in _OF_A_BLOCK if name.startswith("attn.")}
-            return inside | ({"hook_mlp_out"} if index in of_experts else set())
-        of_kv = {"attn.hook_k", "attn.hook_v"} if index not in config.kv_layers else set()
-        return of_kv | ({"hook_mlp_out"} if index in of_experts else set())
+        found: set[str] = set()
+        mixer = config.mixers[index] if config.mixers is not None else None
+        if index in of_experts or mixer in ("attention", "recurrence"):
+            found = {"hook_mlp_out"}
+        if mixer == "mlp":
+            found |= {"hook_attn_out"}
+        if mixer == "mlp" or index in recurrent:
+            return found | {name for name in _OF_A_BLOCK if name.startswith("attn.")}
+        return found | ({"attn.hook_k", "attn.hook_v"} if index not in config.kv_layers else set())
 
     blocks = [
         f"blocks.{index}.{name}"
@@ -84,12 +91,14 @@ def tapped(module: CausalLM, tap: Tap) -> CausalLM:
     copy = nnx.merge(*nnx.split(module))
     decoder: Any = copy.model
     for index, layer in enumerate(decoder.layers):
-        name = f"blocks.{index}.hook_"
-        attention = "self_attn" if hasattr(layer, "self_attn") else "linear_attn"
-        own = _Tapped(getattr(layer, attention), tap, "", f"{name}attn_out")
-        setattr(layer, attention, own)
-        if not isinstance(layer.mlp, MixtureOfExperts):
-            layer.mlp = _Tapped(layer.mlp, tap, "", f"{name}mlp_out")
+        name, mixers = f"blocks.{index}.hook_", copy.config.mixers
+        for attribute in _MODULES:
+            part = getattr(layer, attribute, None)
+            if part is None or isinstance(part, MixtureOfExperts):
+                continue
+            is_mlp = attribute == "mlp" or (mixers is not None and mixers[index] == "mlp")
+            after = f"{name}mlp_out" if is_mlp else f"{name}attn_out"
+            setattr(layer, attribute, _Tapped(part, tap, "", after))
         decoder.layers[index] = _Tapped(layer, tap, f"{name}resid_pre", f"{name}resid_post")
     return copy
 

@@ -43,11 +43,11 @@ from pallas_kernels.tile_sizes import Sizes, kernel_of, tuned_sizes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """The experts of a layer. gate_up: the outputs of gate, then those of up."""
+    """The experts of a layer. gate_up: the outputs of gate, then those of up; without a gate, these alone."""
 
-    gate_up: jax.Array | QuantizedWeight  # [X, 2 F, E]
+    gate_up: jax.Array | QuantizedWeight  # [X, 2 F, E], or [X, F, E]
     down: jax.Array | QuantizedWeight  # [X, E, F]
-    gate_up_bias: jax.Array | None = None  # [X, 2 F]
+    gate_up_bias: jax.Array | None = None  # as gate_up, without E
     down_bias: jax.Array | None = None  # [X, E]
 
 
@@ -133,8 +133,8 @@ def experts(
 ) -> jax.Array:
     """float32[T, E]: for each token the sum of share * down(activation(gate_up(token))) over its experts.
 
-    chosen: int32[T, k], X for a token without an expert. shares: float32[T, k]. activation: float32[T, 2 F] -> [T, F],
-    hashable. `kernel` is the result of `choose`.
+    chosen: int32[T, k], X for a token without an expert. shares: float32[T, k]. activation: float32[T, 2 F], or [T, F]
+    without a gate, -> [T, F], hashable. `kernel` is the result of `choose`.
     """
     apply = partial(_apply, activation=activation, kernel=replace(kernel, mesh=None))
     if kernel.mesh is None or kernel.mesh.size == 1:

@@ -54,7 +54,7 @@ def save(model: CausalLM, folder: str | Path, *, files: str | Path, format: str)
                 ".qkv_proj.weight",
                 ".gate_up_proj.weight",
                 ".in_proj_qkvz.weight",
-                ".mamba.in_proj.weight",
+                ".in_proj.weight",
                 ".scale",
                 "_proj_scale",
             )

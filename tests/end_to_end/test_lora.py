@@ -292,6 +292,7 @@ def test_a_family_with_latent_attention(family, queries, tmp_path):
         ("qwen3_5_moe", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
         ("qwen3_next", ("in_proj_qkvz", "in_proj_ba")),
         ("granite_hybrid", ("in_proj",)),
+        ("nemotron_h", ("in_proj", "up_proj", "down_proj")),
     ],
 )
 def test_a_family_with_a_recurrent_state(family, projections, tmp_path):
@@ -305,6 +306,14 @@ def test_a_family_with_a_recurrent_state(family, projections, tmp_path):
         {"rank": 3, "targets": projections[:1]},
     ]
     check_family(Adapted(tmp_path, family, 0, kinds, build))
+
+
+@pytest.mark.slow
+def test_projections_around_experts(tmp_path):
+    """Of Nemotron-H, whose experts read fewer numbers than a hidden state has."""
+    latent = ("fc1_latent_proj", "fc2_latent_proj")
+    kinds = [{"rank": 4, "targets": (*latent, "q_proj")}, {"rank": 3, "targets": latent[:1]}]
+    check_family(Adapted(tmp_path, "nemotron_h_moe", 1, kinds, mixtures.build))
 
 
 def check_family(adapted):

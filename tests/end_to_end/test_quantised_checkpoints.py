@@ -41,12 +41,17 @@ CASES = [
     ("qwen3_next", "gptq-4-asym", 24),
     ("granite_hybrid", "ct-fp8-dynamic", 12),
     ("granite_hybrid_moe", "fp8-block", 12),
+    ("nemotron_h", "fp8-block", 10),
+    ("nemotron_h_moe", "fp8-block", 12),
+    ("nemotron_h_moe", "awq-g32", 12),
     # All of attention but kv_b_proj, and an MLP in one layer.
     ("deepseek_v3", "fp8-block", 14),
     ("deepseek_v2", "awq-g32", 12),
 ]
 _RECURRENT = dense_families.qwen3_5(4, head_dim=32, heads=(2, 4), dims=(64, 64))
 _LATENT = mixtures.latent(128, 32, 32, 32, queries=128, num_key_value_heads=4)
+_NEMOTRON_H = {"head_dim": 32, "n_groups": 2, "ssm_state_size": 32}
+_NEMOTRON_H |= {"mamba_num_heads": 8, "mamba_head_dim": 32}
 # Of a family: its own sizes, and the layers that released checkpoints leave as floats.
 OWN_SIZES = {
     "qwen3_5": _RECURRENT,
@@ -55,6 +60,8 @@ OWN_SIZES = {
     "deepseek_v3": _LATENT,
     "qwen3_next": _RECURRENT
     | {"shared_expert_intermediate_size": 128, "rope_parameters": mixtures.PARTIAL},
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H | {"moe_shared_expert_intermediate_size": 128},
 } | dict.fromkeys(
     ("granite_hybrid", "granite_hybrid_moe"),
     {

@@ -34,6 +34,8 @@ BUILD = {
     "qwen3_next": mixtures.build,
     "granite_hybrid": dense_families.build,
     "granite_hybrid_moe": mixtures.build,
+    "nemotron_h": dense_families.build,
+    "nemotron_h_moe": mixtures.build,
 }
 
 

@@ -37,7 +37,10 @@ WAYS = {
 }
 PREEMPTED = ("preempted", "swapped")
 # Families with a recurrent state have nothing to swap, nor beams.
-RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite_hybrid", "granite_hybrid_moe")
+RECURRENT = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("granite_hybrid", "granite_hybrid_moe", "nemotron_h", "nemotron_h_moe"),
+)
 NOT_OF_RECURRENT = ("swapped",)
 # Of families with multi-head latent attention, whose pools are not quantised.
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")

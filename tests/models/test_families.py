@@ -155,6 +155,8 @@ def loss(state, graphdef, token_ids):
 def first_weight(state) -> nnx.Param:
     """Of the queries of the first layer."""
     layer = state.model.layers[0]
+    if "mixer" in layer:
+        return layer.mixer.in_proj_C.weight
     if "self_attn" in layer:
         return layer.self_attn.q_proj.weight
     if "mamba" in layer:

@@ -79,6 +79,7 @@ def test_experts_are_stacked_gate_before_up(mixtral):
         *("mixtral", "qwen3_moe", "minimax_m2", "granitemoe", "ernie4_5_moe"),
         pytest.param("qwen3_next", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
+        pytest.param("nemotron_h_moe", marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_with_stacked_experts_are_the_same_model(family, tmp_path):
@@ -89,7 +90,8 @@ def test_checkpoints_with_stacked_experts_are_the_same_model(family, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path)
     theirs.save_pretrained(tmp_path / "stacked", save_original_format=False)
     stored = tensors(tmp_path / "stacked")
-    stacked = [name for name in stored if name.endswith(".experts.gate_up_proj")]
+    names = (".experts.gate_up_proj", ".experts.up_proj")
+    stacked = [name for name in stored if name.endswith(names)]
     assert stacked and stored.keys() != tensors(path).keys()
     expected, got = values(loaded(path)), values(loaded(tmp_path / "stacked"))
     assert got.keys() == expected.keys()
