@@ -62,8 +62,7 @@ class ExpertsConfig:
                 f"{self.experts_per_token} experts for each token of {self.num_experts}: check "
                 "num_experts_per_tok and the number of experts in config.json"
             )
-        sizes = (self.intermediate_size, *(() if self.shared_size is None else (self.shared_size,)))
-        if min(sizes) < 1:
+        if self.intermediate_size < 1 or (self.shared_size or 0) < 0:
             raise ValueError(
                 f"experts of {self.intermediate_size} and a shared one of {self.shared_size}: check their "
                 "intermediate sizes and the number of shared experts in config.json"
