@@ -65,6 +65,11 @@ class ExpertsConfig:
                 f"{self.experts_per_token} experts for each token of {self.num_experts}: check "
                 "num_experts_per_tok and the number of experts in config.json"
             )
+        if self.intermediate_size < 1 or (self.shared_size or 0) < 0:
+            raise ValueError(
+                f"experts of {self.intermediate_size} and a shared one of {self.shared_size}: check their "
+                "intermediate sizes and the number of shared experts in config.json"
+            )
         groups, chosen = self.routing.num_groups, self.routing.chosen_groups
         if groups == 1:
             return

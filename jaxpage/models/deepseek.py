@@ -74,6 +74,11 @@ def _latent_config(
             raise ValueError(
                 f"{_name(hf)}: {name} is {size!r} in config.json; it must be a positive integer"
             )
+    if hf.head_dim != rotated:  # transformers rotates as many dimensions
+        raise ValueError(
+            f"{_name(hf)}: head_dim is {hf.head_dim!r} in config.json; leave it out, or give that of qk_rope_head_dim, "
+            f"{rotated}"
+        )
     config = decoder_config(
         hf,
         dtype=dtype,
@@ -100,12 +105,14 @@ def _latent_config(
 def _attention_scale(hf: PretrainedConfig, head_dim: int) -> float:
     """transformers' yarn_apply_mscale: queries and keys each grow with the length that YaRN extends."""
     parameters = hf.rope_parameters
-    weight = parameters.get("mscale_all_dim")
+    factor, weight = (parameters.get(name) for name in ("factor", "mscale_all_dim"))
     if parameters.get("rope_type", "default") == "default" or not weight:
         return head_dim**-0.5
-    if not parameters.get("factor"):
-        raise ValueError(f"{_name(hf)}: mscale_all_dim needs factor in rope_parameters")
-    return head_dim**-0.5 * yarn_scale(parameters["factor"], weight) ** 2
+    if not isinstance(weight, int | float) or not isinstance(factor, int | float) or not factor:
+        raise ValueError(
+            f"{_name(hf)}: mscale_all_dim is {weight!r} and factor {factor!r} in rope_parameters; both must be numbers"
+        )
+    return head_dim**-0.5 * yarn_scale(factor, weight) ** 2
 
 
 def _experts_v2(hf: PretrainedConfig) -> ExpertsConfig | None:
@@ -129,8 +136,7 @@ def _experts_v2(hf: PretrainedConfig) -> ExpertsConfig | None:
         factor=hf.routed_scaling_factor,
         in_float32=True,
     )
-    experts = grouped_experts(hf, first=hf.first_k_dense_replace)
-    return None if experts is None else replace(experts, routing=routing)
+    return grouped_experts(hf, first=hf.first_k_dense_replace, routing=routing)
 
 
 def _check_frequency(hf: PretrainedConfig) -> None:

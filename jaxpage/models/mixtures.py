@@ -203,19 +203,22 @@ def _partial_ropes(hf: PretrainedConfig, config: ModelConfig) -> tuple[Rope, ...
     return layer_ropes(hf, kinds, head_dim=rotated, max_model_len=config.max_model_len)
 
 
-def grouped_experts(hf: PretrainedConfig, *, first: int) -> ExpertsConfig | None:
-    """Layers from `first` on have experts, with the router of transformers' Glm4MoeTopkRouter."""
-    layers = tuple(range(first, hf.num_hidden_layers))
+def grouped_experts(
+    hf: PretrainedConfig, *, first: int, routing: Routing | None = None
+) -> ExpertsConfig | None:
+    """Layers from `first` on have experts. routing: by default that of transformers' Glm4MoeTopkRouter."""
+    layers = tuple(range(max(first, 0), hf.num_hidden_layers))
     if not layers:
         return None
-    routing = Routing(
-        scores="sigmoid",
-        has_correction=True,
-        num_groups=hf.n_group or 1,
-        chosen_groups=hf.topk_group or 1,
-        factor=hf.routed_scaling_factor,
-        in_float32=True,
-    )
+    if routing is None:
+        routing = Routing(
+            scores="sigmoid",
+            has_correction=True,
+            num_groups=hf.n_group or 1,
+            chosen_groups=hf.topk_group or 1,
+            factor=hf.routed_scaling_factor,
+            in_float32=True,
+        )
     return ExpertsConfig(
         layers=layers,
         num_experts=hf.n_routed_experts,

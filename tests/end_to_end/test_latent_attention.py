@@ -12,7 +12,7 @@ import transformers
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.rl import Sampler, load_module, logprobs
-from tests import checkpoints, mixtures
+from tests import checkpoints, eagle_heads, mixtures
 from tests.end_to_end import test_host_blocks as host_blocks
 from tests.end_to_end.test_speculation import LOOKUP, requests
 from tests.pooling.pooling_checkpoints import OPTIONS, normalised, texts
@@ -47,6 +47,20 @@ def test_tokens_are_those_without_drafts(speculative, path, expected):
     got = checkpoints.answers(llm, *requests())
     checkpoints.assert_same_answers(got, expected, atol=2e-4)
     assert llm.stats().num_accepted_tokens > 0
+
+
+def test_tokens_are_those_without_an_eagle_head(path, expected, tmp_path):
+    """Which reads hidden states of the model, and has keys and values of its own."""
+    head = eagle_heads.Head(
+        eagle_heads.CONFIG | {"hidden_size": 64}, eagle_heads.Target(path).embedding
+    )
+    drafts = {"method": "eagle3", "model": str(head.save(tmp_path)), "num_speculative_tokens": 3}
+    llm = make_llm(path, speculative_config=drafts)
+    arrays = jax.tree.leaves(llm._engine.runner._kv_pool)
+    assert [each.shape[1:] for each in arrays] == [(8, 28)] * 3 + [(8, 4, 16)]
+    got = checkpoints.answers(llm, *requests())
+    checkpoints.assert_same_answers(got, expected, atol=2e-4)
+    assert llm.stats().num_draft_tokens > 0
 
 
 def test_swapped_latents_and_those_from_the_disk_are_the_same(path, tmp_path):

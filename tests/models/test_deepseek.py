@@ -74,7 +74,18 @@ def test_which_layers_have_experts_and_how_they_are_chosen():
     grouped = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
     experts = v2(routed_scaling_factor=16.0, **grouped).experts
     assert experts is not None and (experts.routing.num_best, experts.routing.factor) == (1, 16.0)
+    # One of each group, and greedy choice with groups that it does not read.
+    experts = v2(topk_method="group_limited_greedy", n_group=64, topk_group=8).experts
+    assert experts is not None and (experts.routing.num_groups, experts.routing.chosen_groups) == (
+        64,
+        8,
+    )
+    experts = v2(n_group=7, topk_group=9).experts
+    assert experts is not None and experts.routing.num_groups == 1
     assert v2(first_k_dense_replace=32).experts is None
+    for make, options in ((v2, {"num_hidden_layers": 4}), (v3, {"num_hidden_layers": 4})):
+        experts = make(first_k_dense_replace=-1, **options).experts
+        assert experts is not None and experts.layers == (0, 1, 2, 3)
     experts = v3().experts
     assert experts is not None and experts.layers == tuple(range(3, 61))
     assert (experts.routing.num_groups, experts.routing.num_best) == (8, 2)
@@ -103,6 +114,22 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path):
         (v3, {"kv_lora_rank": 0}, "kv_lora_rank is 0 in config.json; it must be a positive"),
         (v3, {"q_lora_rank": 0}, "q_lora_rank is 0 in config.json; it must be a positive"),
         (v3, {"n_group": 7}, "256 experts cannot be in 7 equal groups of at least 2"),
+        (v3, {"head_dim": 192}, "head_dim is 192 in config.json; .* qk_rope_head_dim, 64"),
+        (
+            v3,
+            {"moe_intermediate_size": 0},
+            "experts of 0 and a shared one of None: check their int",
+        ),
+        (
+            v3,
+            {"n_shared_experts": -1},
+            "experts of 2048 and a shared one of -2048: check their int",
+        ),
+        (
+            v3,
+            {"rope_parameters": YARN | {"mscale": None, "mscale_all_dim": "much"}},
+            "mscale_all_dim is 'much' and factor 40.0 in rope_parameters; both must be numbers",
+        ),
         (glm, {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25 .* model needs 1"),
         (
             glm,
