@@ -21,8 +21,9 @@ def place(request) -> Place:
 @pytest.fixture
 def found(place) -> list[dict]:
     """`decode`, `forward`, `copy states`"""
-    decode, forward, copy = seen("recurrent", place.name).programs
-    assert decode["bucket"]["decode"] and not forward["bucket"]["decode"] and not copy["bucket"]
+    by_name = {each["name"].split()[0]: each for each in seen("recurrent", place.name).programs}
+    decode, forward, copy = (by_name[name] for name in ("decode", "forward", "copy"))
+    assert decode["bucket"]["decode"] and not forward["bucket"]["decode"]
     return [decode, forward, copy]
 
 
