@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+_WAKES = 100  # in ten seconds
+
 
 class OneCaller:
     """A re-entrant context that only one thread at a time may enter, in the process that created it.
@@ -69,7 +71,7 @@ def interrupts_kept() -> Iterator[None]:
 
     jax has such a callback, which runs often while an engine starts.
     """
-    before = sys.unraisablehook
+    before, ended = sys.unraisablehook, threading.Event()
 
     def hook(dropped: sys.UnraisableHookArgs) -> None:
         if dropped.exc_type is not KeyboardInterrupt:
@@ -83,11 +85,32 @@ def interrupts_kept() -> Iterator[None]:
         if main is not None and hasattr(signal, "pthread_kill"):
             # A real signal, which wakes the main thread if it waits.
             signal.pthread_kill(main, signal.SIGINT)
+            # If it was about to wait, Python notes the signal, and waits. Others, which do nothing else, wake it then.
+            for _ in range(_WAKES):
+                if ended.wait(0.1):
+                    break
+                signal.pthread_kill(main, signal.SIGURG)
         else:  # Windows
             _thread.interrupt_main()
 
     sys.unraisablehook = hook
     try:
+        with _woken_by_sigurg():
+            yield
+    finally:
+        ended.set()
+        sys.unraisablehook = before
+
+
+@contextlib.contextmanager
+def _woken_by_sigurg() -> Iterator[None]:
+    """Let SIGURG interrupt what the main thread waits for, which Python then goes on with, after other signals."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not hasattr(signal, "SIGURG"):
+        yield
+        return
+    before = signal.signal(signal.SIGURG, lambda *_: None)
+    try:
         yield
     finally:
-        sys.unraisablehook = before
+        signal.signal(signal.SIGURG, signal.SIG_DFL if before is None else before)

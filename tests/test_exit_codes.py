@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import operator
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,5 +83,23 @@ def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost():
             gc.callbacks.remove(callback)
 
     came, start = [], time.monotonic()
+    assert exit_codes.run(command) == exit_codes.INTERRUPTED
+    assert time.monotonic() - start < 9, "what the main thread waited for went on"
+
+
+def test_ctrl_c_that_comes_again_just_before_the_main_thread_waits_is_not_lost():
+    """Python looks for signals between its instructions, and here are none before the wait."""
+    start = time.monotonic()
+    busy = partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 1_000_000)
+    calls = [busy, partial(time.sleep, 10)]
+
+    class Dropping:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    def command():
+        Dropping()
+        assert list(map(operator.call, calls))
+
     assert exit_codes.run(command) == exit_codes.INTERRUPTED
     assert time.monotonic() - start < 9, "what the main thread waited for went on"
