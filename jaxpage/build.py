@@ -248,7 +248,7 @@ def make_runner(
     config = spec.config
     use_persistent_cache(config.compilation_cache_dir)
     use_tqdm = use_tqdm and config.use_tqdm_on_load
-    for model, folder, hf_config, _ in spec.models if bind is None else ():
+    for model, folder, hf_config, *_ in spec.models if bind is None else ():
         with nullcontext() if model is spec.model else named_errors():
             if config.load_format == "dummy":
                 initialise(model, seed=config.seed, mesh=spec.mesh)

@@ -40,6 +40,7 @@ from jaxpage.runner.strict import check_strict
 from jaxpage.sampling.features import processors_of
 from jaxpage.weights.abstract import abstract_model
 from jaxpage.weights.quantization import Quantization
+from jaxpage.weights.transform import ROUNDED
 from jaxpage.weights.spec import ParamSpec, specs
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class LoadedModel(NamedTuple):
     folder: str
     hf_config: PretrainedConfig
     quantization: str | None
+    rounds: bool  # whether floats are rounded to it after loading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +201,11 @@ class EngineSpec:
     def models(self) -> list[LoadedModel]:
         """The model, and the draft model."""
         config, drafts = self.config, self.draft_model
-        found = [LoadedModel(self.model, config.model, self.hf_config, config.quantization)]
+        method, rounds = config.quantization, self.quantised is None and config.quantization in ROUNDED
+        found = [LoadedModel(self.model, config.model, self.hf_config, method, rounds)]
         if drafts is not None:
-            found.append(
-                LoadedModel(drafts.model, drafts.folder, drafts.hf_config, drafts.quantization)
-            )
+            method, rounds = drafts.quantization, drafts.quantization == "int8"
+            found.append(LoadedModel(drafts.model, drafts.folder, drafts.hf_config, method, rounds))
         return found
 
     @property
@@ -222,7 +224,8 @@ class EngineSpec:
         floats = join and config.numerics != "strict" and config.research is None
         lines = set[str]()
         for each in self.models:
-            lines |= kernels.transform(each.model, each.quantization, join=join, floats=floats)
+            how = {"rounds": each.rounds, "join": join, "floats": floats}
+            lines |= kernels.transform(each.model, each.quantization, **how)
         if config.enable_lora:
             sizes = {"num_slots": config.max_loras, "rank": config.max_lora_rank}
             lines |= kernels.attach_adapters(self.model, **sizes)

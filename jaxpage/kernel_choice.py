@@ -32,10 +32,10 @@ class Kernels(NamedTuple):
     dtype: DTypeLike  # of activations
 
     def transform(
-        self, model: CausalLM, quantization: str | None, *, join: bool, floats: bool
+        self, model: CausalLM, quantization: str | None, *, rounds: bool, join: bool, floats: bool
     ) -> set[str]:
-        """Join and quantize a model's parameters in place, arrays or shapes, and choose kernels for them; for weights
-        of floats if `floats`.
+        """Join a model's parameters in place, arrays or shapes, round them if `rounds`, and choose kernels for them;
+        for weights of floats if `floats`.
 
         Returns lines that say which products run in plain XLA although a kernel exists, and why.
         """
@@ -46,8 +46,8 @@ class Kernels(NamedTuple):
 
         if join and self._num_devices == 1:  # a joined weight cannot be divided evenly
             join_projections(model)
-        if quantization == "int8":
-            note("int8 products", quantize(model, self.of_matmul))
+        if rounds and quantization is not None:
+            note(f"{quantization} products", quantize(model, quantization, self.of_matmul))
         else:
             reasons = choose_quantized_products(model, self.of_matmul)
             note(f"{quantization} products", reasons)

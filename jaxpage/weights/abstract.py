@@ -27,7 +27,8 @@ def abstract_model(
     hf_config: PretrainedConfig, config: ResolvedConfig, mesh: Mesh | None
 ) -> tuple[CausalLM, str | None, Quantization | None]:
     """The model, to be on one device or divided over `mesh`; what `config.quantization` resolves to: None becomes
-    the checkpoint's own method, if there is one; and which layers compute with quantised weights of a checkpoint.
+    the checkpoint's own method, if there is one; and which layers compute with quantised weights of a checkpoint: None
+    if they are floats, which "int8" and "fp8" round after loading.
 
     Raises ValueError for what is not supported, and for another method than the checkpoint's.
     """
@@ -37,11 +38,13 @@ def abstract_model(
     if quantization in ("int8", "dequantize"):  # of floats, which weights are dequantised to
         return model, quantization, None
     method = None if found is None else found.method
+    if quantization == "fp8" and found is None:
+        return model, quantization, None
     if quantization is not None and _KERNELS.get(quantization, quantization) != method:
         raise ValueError(
             f"quantization={quantization!r}, but according to config.json the weights are "
-            f'{"not quantised" if method is None else method}; leave it out. "int8" rounds linear layers, "dequantize" '
-            "computes with floats"
+            f'{"not quantised" if method is None else method}; leave it out. "int8" rounds linear layers, "fp8" those '
+            'of a checkpoint that is not quantised; "dequantize" computes with floats'
         )
     if found is not None:
         declare(model, found, mesh)

@@ -1,4 +1,4 @@
-"""Transformations of weights that the engine loaded itself: join projections with the same input, quantize to int8,
+"""Transformations of weights that the engine loaded itself: join projections with the same input, round to int8 or fp8,
 choose kernels for linear layers and experts. Weights may be quantized already, see `quantized_layers`.
 
 A trainer's model is never changed: its parameters are used as they are. Knows the modules of the decoder; must not know
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,14 +31,14 @@ ChooseQuantized = Callable[
 ]
 
 _SUBLANES = 8  # rows of a register of a TPU
+ROUNDED = {"int8": "int8", "fp8": "fp8_e4m3"}  # quantization -> the format that it rounds floats to
 
 
-@jax.jit
-def _to_int8(weight: jax.Array) -> QuantizedWeight:
-    return quantized.quantize(weight, "int8")
-
-
-_experts_to_int8 = jax.jit(jax.vmap(_to_int8))
+@partial(jax.jit, static_argnames="format")
+def _rounded(weight: jax.Array, format: str) -> QuantizedWeight:
+    """[F, E], or [X, F, E] of experts"""
+    to_format = partial(quantized.quantize, format=format)
+    return to_format(weight) if weight.ndim == 2 else jax.vmap(to_format)(weight)
 
 
 def join_projections(model: CausalLM) -> None:
@@ -57,15 +58,18 @@ def join_projections(model: CausalLM) -> None:
                     delattr(module, part)
 
 
-def quantize(model: CausalLM, choose: ChooseQuantized) -> set[str]:
-    """Quantize the weight of every linear layer of the decoder, and of every expert, to int8 in place, one scale per
-    output, and choose kernels. Embedding, norms and routers stay, and so does a vision tower, which is small and loses
-    more accuracy. Returns what `choose_quantized_products` does.
+def quantize(model: CausalLM, quantization: str, choose: ChooseQuantized) -> set[str]:
+    """Quantize the weight of every linear layer of the decoder, and of every expert, in place, one scale per output, and
+    choose kernels. Embedding, norms and routers stay, and so does a vision tower, which is small and loses more
+    accuracy. Returns what `choose_quantized_products` does.
 
-    A tied head becomes a separate layer: the embedding must stay exact, and the head is read for every token.
+    quantization: "int8" or "fp8", which leaves the head, as vLLM's `Fp8PtpcOnlineLinearMethod` does; activations are
+    not rounded to fp8. With int8 a tied head becomes a separate layer: the embedding must stay exact, and the head is
+    read for every token.
     """
+    format = ROUNDED[quantization]
     shares_head = model.config.eagle is not None and not model.config.eagle.has_head
-    if model.lm_head is None and not shares_head:
+    if model.lm_head is None and not shares_head and format == "int8":
         embedding = model.model.embed_tokens.weight
         num_rows, size = embedding.get_value().shape
         head = Linear(
@@ -77,12 +81,13 @@ def quantize(model: CausalLM, choose: ChooseQuantized) -> set[str]:
         )
         head.weight.set_value(embedding.get_value())
         model.lm_head = nnx.data(head)
+    stay = [("visual",)] if format == "int8" else [("visual",), ("lm_head",)]
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Experts):
-            _quantize_experts(module)
-        elif isinstance(module, Linear) and path[:1] != ("visual",):
+            _quantize_experts(module, format)
+        elif isinstance(module, Linear) and path[:1] not in stay:
             if module.weight.get_metadata()["axes"][0] != "router":
-                _quantize(module)
+                _quantize(module, format)
     return choose_quantized_products(model, choose)
 
 
@@ -212,16 +217,16 @@ def _joined_parameter(parts: list[nnx.Param]) -> nnx.Param:
     return nnx.Param(value, axes=metadata["axes"], units=value.shape, init=metadata["init"])
 
 
-def _quantize(layer: Linear) -> None:
-    weight = _now(_to_int8, layer.weight.get_value())
+def _quantize(layer: Linear, format: str) -> None:
+    weight = _now(partial(_rounded, format=format), layer.weight.get_value())
     layer.scale = nnx.data(_scale_of(layer.weight, weight))
     layer.weight.set_value(weight.data)
 
 
-def _quantize_experts(experts: Experts) -> None:
+def _quantize_experts(experts: Experts, format: str) -> None:
     for name in ("gate_up_proj", "down_proj"):
         parameter: nnx.Param = getattr(experts, name)
-        weight = _now(_experts_to_int8, parameter.get_value())
+        weight = _now(partial(_rounded, format=format), parameter.get_value())
         setattr(experts, f"{name}_scale", nnx.data(_scale_of(parameter, weight)))
         parameter.set_value(weight.data)
 

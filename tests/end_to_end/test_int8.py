@@ -1,4 +1,6 @@
-"""`quantization="int8"` through the engine: the tokens of a plain loop over the same rounded weights, no pool."""
+"""`quantization="int8"` and `"fp8"` through the engine: the tokens of a plain loop over the same rounded weights, no
+pool.
+"""
 
 import numpy as np
 import pytest
@@ -17,14 +19,15 @@ NUM_TOKENS = 12
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 @pytest.mark.parametrize(
     "family", ["qwen2", "qwen2_moe", pytest.param("glm4_moe", marks=pytest.mark.deep)]
 )
-def test_the_engine_computes_what_the_rounded_model_computes(family, tmp_path):
+def test_the_engine_computes_what_the_rounded_model_computes(family, quantization, tmp_path):
     path = (mixtures if family in mixtures.VARIANTS else checkpoints).build(family, 0, tmp_path)
     llm = checkpoints.make_llm(
         path,
-        quantization="int8",
+        quantization=quantization,
         max_model_len=64,
         max_num_seqs=4,
         num_gpu_blocks_override=64,
@@ -37,7 +40,7 @@ def test_the_engine_computes_what_the_rounded_model_computes(family, tmp_path):
     model = build(checkpoints.config(path), dtype="float32", max_model_len=64)
     load(model, path, use_tqdm=False)
     join_projections(model)
-    quantize(model, lambda weight, *_: choose(weight, Device(platform="cpu")))
+    quantize(model, quantization, lambda weight, *_: choose(weight, Device(platform="cpu")))
     forward = nnx.jit(lambda model, token_ids: model(token_ids))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)

@@ -228,8 +228,10 @@ def test_the_option_names_the_checkpoints_own_method_or_what_to_do(checkpoint):
     assert numbers[0] == numbers[1] and numbers[0].endswith("parameters")
     with pytest.raises(ValueError, match=r"quantization='gptq', but .* the weights are awq"):
         make_llm(checkpoint.path, quantization="gptq")
-    with pytest.raises(ValueError, match=r"quantization='fp8', but .* are not quantised"):
-        make_llm(checkpoint.floats, quantization="fp8")
+    with pytest.raises(ValueError, match=r"quantization='fp8', but .* the weights are awq"):
+        make_llm(checkpoint.path, quantization="fp8")
+    with pytest.raises(ValueError, match=r"quantization='gptq', but .* are not quantised"):
+        make_llm(checkpoint.floats, quantization="gptq")
     with pytest.raises(ValueError, match="strict.* is not for quantization='awq'"):
         make_llm(checkpoint.path, numerics="strict")
 

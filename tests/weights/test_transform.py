@@ -1,4 +1,4 @@
-"""What the engine does to weights it loaded: joined projections compute the same, int8 nearly the same."""
+"""What the engine does to weights it loaded: joined projections compute the same, int8 and fp8 nearly the same."""
 
 from __future__ import annotations
 
@@ -54,15 +54,21 @@ def test_joined_projections_compute_the_same(family, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_int8_weights_are_close_and_small(family, tmp_path):
+# 7 bits and a sign, also of activations; or 3 bits and those of the float's exponent.
+@pytest.mark.parametrize(
+    "quantization, dtype, bound", [("int8", jnp.int8, 0.15), ("fp8", jnp.float8_e4m3fn, 0.3)]
+)
+def test_rounded_weights_are_close_and_small(family, quantization, dtype, bound, tmp_path):
     model = model_of(family, tmp_path)
-    expected = logits(model)
+    expected, head = logits(model), model.lm_head
     join_projections(model)
-    quantize(model, lambda weight, *_: choose(weight, Device(platform="cpu")))
+    quantize(model, quantization, lambda weight, *_: choose(weight, Device(platform="cpu")))
     weights = {name: x for name, x in parameters(model).items() if name.endswith("proj.weight")}
-    assert weights and {x.dtype for x in weights.values()} == {jnp.dtype(jnp.int8)}
+    assert weights and {x.dtype for x in weights.values()} == {jnp.dtype(dtype)}
+    if quantization == "fp8":
+        assert model.lm_head is head and (head is None or head.quantized is None)
     error = np.abs(logits(model) - expected).max() / expected.std()
-    assert 0 < error < 0.15  # with 7 bits and a sign, twice per layer
+    assert 0 < error < bound
 
 
 def test_an_int8_product_is_the_exact_product_of_what_was_rounded():
@@ -107,6 +113,6 @@ def test_kernels_are_chosen_for_layers_that_are_not_quantized_and_not_for_the_he
             layer.mlp.down_proj,
         )
     }
-    quantize(model, lambda weight, *_: Choice("xla", XLA))
+    quantize(model, "int8", lambda weight, *_: Choice("xla", XLA))
     assert model.lm_head.matmul_kernel is XLA
     choose_products(model, lambda *_: pytest.fail("there is nothing to choose"))
