@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxpage.config import AsyncEngineArgs, EngineArgs, EngineConfig
     from jaxpage.engine.snapshot import KVSnapshot
     from jaxpage.inputs import TextPrompt, TokensPrompt
-    from jaxpage.llm import LLM
+    from jaxpage.llm import LLM, LLMEngine
     from jaxpage.lora.request import LoRARequest
     from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxpage.pooling.outputs import (
@@ -44,6 +44,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
+    "LLMEngine": "llm",
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
     "AsyncEngineArgs": "config",
@@ -83,6 +84,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "LLMEngine",
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",

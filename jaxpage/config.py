@@ -5,6 +5,7 @@ Knows option names (vLLM's), their ranges and defaults. Must not know jax: platf
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import numbers
 import os
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxpage import cli_args
 from jaxpage.checkpoint_config import CheckpointValues
 from jaxpage.default_sizes import BLOCK_SIZES, batch_limits
 from jaxpage.environment import resolve_cache_dir
@@ -48,6 +50,7 @@ _KV_CACHE_FORMATS = {
 QUANTIZATION_METHODS = (
     *("awq", "gptq", "fp8", "compressed-tensors"),
     *("awq_marlin", "gptq_marlin"),  # vLLM's names of kernels for the first two
+    *("fp8_per_tensor", "fp8_per_channel"),  # its names of "fp8" for weights of floats
 )
 _LOGPROBS_MODES = {
     "raw": "raw",
@@ -112,8 +115,8 @@ class EngineConfig:
     model: str  # a checkpoint folder, or a name on the Hugging Face hub, see `hub.local_folder`
     # "auto": the checkpoint's, but bfloat16 instead of float32, and on TPUs always; or float16, bfloat16, float32
     dtype: str = "auto"
-    # None: as the checkpoint is; "int8": round weights and activations of linear layers and experts; "dequantize":
-    # compute with floats; or the name of the checkpoint's own quantization
+    # None: as the checkpoint is; "int8": round weights and activations of linear layers and experts; "fp8": round their
+    # weights, if they are floats; "dequantize": compute with floats; or the name of the checkpoint's own quantization
     quantization: str | None = None
     # "auto": as `dtype`; or int8, int4, fp8_e4m3 ("fp8"), fp8_e5m2
     kv_cache_dtype: str = "auto"
@@ -429,6 +432,17 @@ class EngineArgs(EngineConfig):
         config = EngineConfig.from_options(model=model, **options)
         for f in dataclasses.fields(config):
             object.__setattr__(self, f.name, getattr(config, f.name))
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for each option of the engine, those of vLLM too; then `LLM(**vars(parser.parse_args()))`."""
+        cli_args.add_flags(parser, EngineConfig)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """The options among the parsed flags of a script; other flags are its own."""
+        return cls(**cli_args.given_flags(args, EngineConfig))
 
 
 AsyncEngineArgs = EngineArgs  # vLLM has a separate class for its asynchronous engine

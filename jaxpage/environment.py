@@ -24,6 +24,11 @@ def libtpu_flags() -> str:
     return os.environ.get("LIBTPU_INIT_ARGS", "")
 
 
+def vllm_variables() -> list[str]:
+    """The names of vLLM's variables that are set. They have no effect here."""
+    return sorted(name for name in os.environ if name.startswith("VLLM_"))
+
+
 def hosts_secret() -> bytes:
     """The secret that the hosts of an engine must share; b"" if the user has not set one."""
     return os.environ.get("JAXPAGE_HOSTS_SECRET", "").encode()

@@ -389,3 +389,6 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls, VllmCalls):
         """
         with self._caller:
             return self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
+
+
+LLMEngine = LLM  # vLLM has a separate class for its engine, see `LLM.llm_engine`

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from jaxpage.config import ResolvedConfig
 from jaxpage.draft_model import DraftModel
 from jaxpage.engine_spec import EngineSpec, LoadedModel, bytes_on_one_device
+from jaxpage.environment import vllm_variables
 from jaxpage.hub import display_name
 from jaxpage.ops.attention import describe
 from jaxpage.recurrent_state import sequence_bytes
@@ -65,6 +66,8 @@ def log_options_without_effect(config: ResolvedConfig) -> None:
         names.append("draft_tensor_parallel_size")
     if names:
         logger.warning("options without effect here: %s", ", ".join(names))
+    if variables := vllm_variables():
+        logger.warning("environment variables without effect here: %s", ", ".join(variables))
     if may_run_code:
         logger.warning(
             "trust_remote_code=True: code of a checkpoint is never run, this model does without it"

@@ -26,7 +26,6 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "every answer has an X-Request-Id": {"enable_request_id_headers": _BOTH},
     "the log has a line with method, path, status and time for each request, never its contents": {
-        "disable_log_requests": _BOTH,
         "enable_log_outputs": (False,),
         "enable_log_deltas": _BOTH,
         "log_error_stack": _BOTH,
@@ -35,7 +34,12 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "the server listens on host and port": {
         **dict.fromkeys(("uds", "grpc_port"), ()),
         **dict.fromkeys(("grpc", "headless"), (False,)),
-        "api_server_count": (1,),
+    },
+    "a logits processor is a function: pass it to LLM or AsyncLLM": {"logits_processors": ()},
+    "`thinking` of a request decides": {"anthropic_disabled_thinking_effort": ("auto",)},
+    "Cohere's chats are not served": {
+        "cohere_is_reasoning_model": _BOTH,
+        "cohere_format": ("cmd3", "cmd4"),
     },
     "put a proxy in front of the server": {
         "middleware": (),
@@ -70,13 +74,15 @@ _WITHOUT_EFFECT = (
     "disable_uvicorn_access_log",  # of commands without an access log
     *("uvicorn_log_level", "max_log_len", "h11_max_incomplete_event_size", "h11_max_header_count"),
     *("fingerprint_mode", "fingerprint_value", "enable_flash_late_interaction"),
+    *("api_server_count", "data_parallel_supervisor_port", "dp_supervisor_probe_interval_s"),
+    *("dp_supervisor_probe_timeout_s", "dp_supervisor_probe_failure_threshold"),
 )
 
 # Flags of vLLM -> flags of jaxpage that say the same.
 _RENAMED = {"disable_uvicorn_access_log": "disable_access_log"}
 
 # vLLM's `-n`, `-r` and `-q` are left out: `jaxpage generate -n 3` shall not mean three hosts.
-_SHORT = {
+SHORT = {
     "-pp": "pipeline_parallel_size",
     "-dcp": "decode_context_parallel_size",
     "-pcp": "prefill_context_parallel_size",
@@ -94,12 +100,13 @@ _SHORT = {
 }
 
 # Options with any number of values; all others have one, or none if they are true or false.
-_SEVERAL = {
+SEVERAL = {
     *("allowed_methods", "allowed_headers", "collect_detailed_traces", "cudagraph_capture_sizes"),
     *("custom_histogram_buckets", "device_ids", "ignore_patterns", "kv_cache_dtype_skip_layers"),
     *("lora_target_modules", "numa_bind_cpus", "numa_bind_nodes", "served_model_name"),
-    *("sleep_preserve_parameter_names",),
+    *("sleep_preserve_parameter_names", "logits_processors"),
 }
+_FOR_PYTHON = {"logits_processors"}  # fields of the engine's flags that are no flags, but are in vLLM
 _NAMES = _NEUTRAL.keys() | set(_WITHOUT_EFFECT) | vllm_options.NAMES
 
 
@@ -128,19 +135,19 @@ def take(args: Sequence[str], flags: Any) -> tuple[list[str], dict[str, Any]]:
             if name not in objects:
                 left += [f"--{name.replace('_', '-')}", ""]
                 places[name] = len(left) - 1
-            _put(objects, [name, *keys], flag, _to_value(value))
+            _put(objects, [name, *keys], flag, to_value(value))
         elif name in own:
             left.append(word)
             if not (own[name] or equals):
                 left += words[:1]  # its value, whatever that looks like
                 del words[:1]
         elif known and (renamed := _RENAMED.get(name)) in own:
-            is_no ^= bool(equals) and not _to_value(value)
+            is_no ^= bool(equals) and not to_value(value)
             left.append(f"--{'no-' if is_no else ''}{renamed}".replace("_", "-"))
         elif name not in known:
             left.append(word)
         else:
-            given = _to_value(value) if equals else _read_value(flag, name, words)
+            given = to_value(value) if equals else _read_value(flag, name, words)
             _put(options, [name, *keys], flag, not given if is_no else given)
     for name, value in objects.items():
         left[places[name]] = json.dumps(value)
@@ -150,7 +157,7 @@ def take(args: Sequence[str], flags: Any) -> tuple[list[str], dict[str, Any]]:
 def _read_flag(flag: str) -> tuple[str, list[str], bool]:
     """The option of a flag, "" if it is none; the keys that dots name in it; and whether the flag begins with "no-"."""
     first, *keys = flag.split(".")
-    name = _SHORT.get(first, first.removeprefix("--").replace("-", "_"))
+    name = SHORT.get(first, first.removeprefix("--").replace("-", "_"))
     if not flag.startswith("-") or " " in flag:
         return "", [], False
     positive = name if name in _NAMES else name.removeprefix("no_")
@@ -181,7 +188,7 @@ def _own_flags(flags: type) -> dict[str, bool]:
     for name, hint in get_type_hints(flags).items():
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             found |= _own_flags(hint)
-        else:
+        elif name not in _FOR_PYTHON:
             found[name] = bool in (hint, *get_args(hint))
     return found
 
@@ -198,7 +205,7 @@ def _flags_in_json(flags: type) -> set[str]:
 
 
 def _is_object(text: str) -> bool:
-    return isinstance(_to_value(text), dict)
+    return isinstance(to_value(text), dict)
 
 
 def _next_word(flag: str, words: list[str]) -> str:
@@ -210,26 +217,26 @@ def _next_word(flag: str, words: list[str]) -> str:
 
 def _read_value(flag: str, name: str, words: list[str]) -> Any:
     """The value of a flag without `=`, taken from the words that follow it. Raises ValueError if there is none."""
-    if _is_switch(name):
+    if is_switch(name):
         return True
     count = 1
-    if name in _SEVERAL:
+    if name in SEVERAL:
         count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    values = [_to_value(word) for word in words[:count]]
+    values = [to_value(word) for word in words[:count]]
     if not values or words[0].startswith("--"):
         raise ValueError(f"{flag} needs a value")
     del words[:count]
-    return values if name in _SEVERAL and not isinstance(values[0], list) else values[0]
+    return values if name in SEVERAL and not isinstance(values[0], list) else values[0]
 
 
-def _is_switch(name: str) -> bool:
+def is_switch(name: str) -> bool:
     """Whether an option is true or false, and has no value on a command line."""
     neutral = _NEUTRAL[name] if name in _NEUTRAL else vllm_options.neutral_values(name)
     only_bools = bool(neutral) and all(isinstance(value, bool) for value in neutral)
     return only_bools or name.startswith(("enable_", "disable_", "use_"))
 
 
-def _to_value(text: str) -> Any:
+def to_value(text: str) -> Any:
     """Numbers, true, null, lists and objects as JSON; everything else is a string."""
     try:
         return json.loads(text.lower() if text in ("True", "False") else text)

@@ -99,7 +99,10 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "aux_output_config": (),
         "watermark_config": (),
     },
-    "prompts are not logged; outputs have them": {"enable_log_requests": (False,)},
+    "prompts are not logged; outputs have them": {
+        "enable_log_requests": (False,),
+        "disable_log_requests": (True, False),
+    },
     "noise is drawn in float32": {"use_fp64_gumbel": (False,)},
     "give ids in prompt_token_ids, and skip_tokenizer_init=True": {"tokens_only": (False,)},
     "there are no workers": {
@@ -251,7 +254,8 @@ def translate(options: dict[str, Any], known: Iterable[str]) -> tuple[dict[str, 
     without_effect = []
     for name, value in options.items():
         if name == "quant_policy":
-            ours["kv_cache_dtype"] = _kv_cache_dtype(value, options.get("kv_cache_dtype"))
+            if value is not None:
+                ours["kv_cache_dtype"] = _kv_cache_dtype(value, options.get("kv_cache_dtype"))
         elif name == "task":
             if value not in (None, *_TASKS):
                 raise ValueError(f"task must be one of {', '.join(_TASKS)}, got {value!r}")

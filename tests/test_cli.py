@@ -276,6 +276,7 @@ def test_flags_of_vllm_that_ask_for_nothing_are_accepted(calls, monkeypatch):
         "--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 -pp 1 "
         "--response-role assistant --chat-template-content-format=auto --uvicorn-log-level warning "
         "--enable-request-id-headers --ignore-patterns a b --compilation-config.mode 3 "
+        "--api-server-count 4 "
         "--no-enable-expert-parallel --kv_offloading_size 2 --no-return-tokens-as-token-ids"
     )
     assert cli.main(["generate", "--model", "m", *usual.split(), "--prompt", "x"]) == 0
@@ -283,7 +284,7 @@ def test_flags_of_vllm_that_ask_for_nothing_are_accepted(calls, monkeypatch):
     config = EngineConfig.from_options(**call.options)
     assert set(config.options_without_effect) == {
         "trust_remote_code", "compilation_config", "disable_custom_all_reduce",
-        "optimization_level", "uvicorn_log_level", "ignore_patterns",
+        "optimization_level", "uvicorn_log_level", "ignore_patterns", "api_server_count",
     }  # fmt: skip
     assert call.options["compilation_config"] == {"mode": 3}
     assert call.options["ignore_patterns"] == ["a", "b"]
@@ -296,6 +297,7 @@ def test_flags_of_vllm_that_ask_for_nothing_are_accepted(calls, monkeypatch):
     [
         ("--uds /tmp/x", "uds='/tmp/x' is not supported: the server listens on host and port."),
         ("--middleware a.b", "middleware='a.b' is not supported: put a proxy"),
+        ("--logits-processors a:B c:D", "logits_processors=['a:B', 'c:D'] is not supported: a"),
         ("--no-enable-chunked-prefill", "enable_chunked_prefill=False is not supported: long"),
         ("--distributed-executor-backend=ray", "distributed_executor_backend='ray' is not"),
         ("-pp 2", "pipeline_parallel_size=2 is not supported: one process"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -351,6 +352,7 @@ def test_every_option_of_vllm_is_accepted_at_its_default(name):
         {"stream_interval": 1},
         {"enable_sleep_mode": True},
         {"enable_log_requests": False},
+        {"disable_log_requests": True},
         {"enable_chunked_prefill": True},
         {"cpu_offload_gb": 0.0},
         {"swap_space": 0},
@@ -531,6 +533,52 @@ def test_engine_args_are_the_options_of_an_llm():
         EngineArgs(model="m", enable_log_requests=True)
 
 
+def test_engine_args_are_flags_of_a_script():
+    """As in vLLM's examples, with `argparse` in place of its `FlexibleArgumentParser`."""
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.set_defaults(model="m", enforce_eager=True)
+    parser.add_argument("--mine", type=int)
+    flags = (
+        '--max-model-len 8k --revision 12 -tp 1 --hf-overrides {"a":1} --no-enable-prefix-caching '
+        "--allowed-media-domains a b --trust-remote-code --compilation-config 3 -O 3 --mine 5 "
+        '--ignore-patterns a b --limit-mm-per-prompt {"image":2} --gpu-memory-utilization 0.5'
+    )
+    args = parser.parse_args(flags.split())
+    expected = EngineArgs(
+        model="m",
+        enforce_eager=True,
+        max_model_len="8k",
+        revision="12",
+        tensor_parallel_size=1,
+        hf_overrides={"a": 1},
+        enable_prefix_caching=False,
+        allowed_media_domains=["a", "b"],
+        limit_mm_per_prompt={"image": 2},
+        gpu_memory_utilization=0.5,
+        compilation_config=3,
+        ignore_patterns=["a", "b"],
+        optimization_level=3,
+        trust_remote_code=True,
+    )
+
+    def parts(config: EngineConfig) -> dict:
+        found = dataclasses.asdict(config)
+        return found | {"options_without_effect": set(found["options_without_effect"])}
+
+    assert args.mine == 5
+    assert parts(EngineArgs.from_cli_args(args)) == parts(expected)
+    del args.mine
+    assert parts(EngineConfig.from_options(**vars(args))) == parts(expected)
+    unset = parser.parse_args([])
+    assert EngineArgs.from_cli_args(unset) == EngineArgs(model="m", enforce_eager=True)
+
+
+def test_every_flag_of_vllm_s_options_exists():
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    for_python = {"logits_processors", "_api_process_count", "_api_process_rank"}
+    assert VLLM_DEFAULTS.keys() - for_python <= vars(parser.parse_args([])).keys()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -570,6 +618,7 @@ def test_public_names_are_there_and_no_others():
 
     for name in jaxpage.__all__:
         aliases = {"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"}
+        aliases["LLMEngine"] = "LLM"
         assert getattr(jaxpage, name).__name__ == aliases.get(name, name)
     with pytest.raises(AttributeError, match="LMM"):
         _ = jaxpage.LMM

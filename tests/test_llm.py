@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 import os
+import re
 import signal
 import threading
 import warnings
@@ -898,6 +899,24 @@ def test_names_of_vllm_that_are_absent_say_what_to_use(name, instead, make):
     arguments = ["x"] if name in ("collective_rpc", "apply_model") else []
     with pytest.raises(NotImplementedError, match=instead):
         getattr(make(), name)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("vllm_config", "config has all options"),
+        ("model_executor", "update_weights replaces"),
+        ("tokenizer", r"call get_tokenizer\(\)"),
+        ("finish_weight_update", "update_weights reads"),
+        ("no_name_of_vllm", "attribute 'no_name_of_vllm'$"),
+    ],
+)
+def test_attributes_of_vllm_that_are_absent_say_what_to_use(name, instead, make):
+    llm = make()
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=f"'LLM' object has no attribute '{name}'") as raised:
+        getattr(llm.llm_engine, name)
+    assert re.search(instead, str(raised.value)) and raised.value.name == name
 
 
 def test_repr_is_one_line_about_the_engine(make, folder):

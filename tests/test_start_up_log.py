@@ -57,7 +57,9 @@ def test_replicas_are_described_once(folder, caplog):
     assert kinds == ["model", "device", "KV", "options", "programs", "ready"]
 
 
-def test_what_has_no_effect_is_said_once(folder, caplog):
+def test_what_has_no_effect_is_said_once(folder, caplog, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "")
     options = {
         "compilation_config": {"mode": 3},
         "served_model_name": "me",
@@ -68,6 +70,7 @@ def test_what_has_no_effect_is_said_once(folder, caplog):
     assert [line for level, line in lines if level == "WARNING"] == [
         "options without effect here: compilation_config, served_model_name, "
         "gpu_memory_utilization",
+        "environment variables without effect here: VLLM_LOGGING_LEVEL, VLLM_USE_V1",
         "trust_remote_code=True: code of a checkpoint is never run, this model does without it",
     ]
 

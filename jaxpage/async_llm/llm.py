@@ -29,6 +29,7 @@ from jaxpage.pictures.messages import has_media
 from jaxpage.prompts import Prompt
 from jaxpage.request import Request
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+from jaxpage.vllm_calls import VllmNames
 
 if TYPE_CHECKING:
     from jaxpage.build import Built
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class AsyncLLM(EngineControl, AsyncPoolingCalls):
+class AsyncLLM(EngineControl, AsyncPoolingCalls, VllmNames):
     """An engine for many callers at once. `options` are those of `EngineConfig`, as for `LLM`.
 
     `generate` is for tasks of any event loop, including a notebook's, and `submit` for threads without one; `encode` is

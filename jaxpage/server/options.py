@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpage.environment import vllm_variables
 from jaxpage.server.lora_modules import check_folders, parse_modules
 from jaxpage.server.tls import tls_context
 
@@ -42,7 +43,7 @@ class ServerOptions:
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     allowed_origins: tuple[str, ...] = ()  # origins of browser scripts (CORS); "*": any
-    root_path: str = ""  # prefix that a proxy removes
+    root_path: str = ""  # prefix of paths behind a proxy, which may remove it
     shutdown_timeout: float = 30.0  # seconds for running requests to end after SIGTERM
     write_timeout: float = 60.0  # seconds that a client may not read before its request is aborted
     max_body_size: int = 32 * 2**20  # bytes
@@ -103,8 +104,15 @@ class ServerOptions:
         return tls_context(self.ssl_certfile, self.ssl_keyfile)
 
     def keys(self) -> tuple[str, ...]:
-        """The keys of clients. Raises ValueError for a file that cannot be read, or has no keys."""
+        """The keys of clients. Raises ValueError for a file that cannot be read, or has no keys; and if there would be
+        no key although vLLM's variable for one is set.
+        """
         if self.api_key_file is None:
+            if not self.api_key and "VLLM_API_KEY" in vllm_variables():
+                raise ValueError(
+                    "VLLM_API_KEY is set but not read here, so requests would need no key: pass --api-key or "
+                    "--api-key-file, or unset it"
+                )
             return self.api_key
         try:
             lines = self.api_key_file.read_text(encoding="utf-8").splitlines()

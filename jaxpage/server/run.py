@@ -71,12 +71,12 @@ def run(llm: AsyncLLM | AsyncPooler, options: ServerOptions, bound: socket.socke
 def make_http(llm: AsyncLLM | AsyncPooler, options: ServerOptions) -> HttpServer:
     """Everything but the socket."""
     app, server = make_service(llm, options)
+    app.root_path = options.root_path  # uvicorn's would be added to paths that have it already
     config = uvicorn.Config(
         app,
         lifespan="on",
         log_level="warning",
         access_log=False,
-        root_path=options.root_path,
         timeout_graceful_shutdown=int(_LAST_WORDS),
     )
     config.load()

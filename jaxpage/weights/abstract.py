@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
     from jaxpage.config import ResolvedConfig
 
-_KERNELS = {"awq_marlin": "awq", "gptq_marlin": "gptq"}  # vLLM's names of kernels -> the method
+# vLLM's names of kernels, and of what is rounded after loading -> the method
+_METHODS = {"awq_marlin": "awq", "gptq_marlin": "gptq"} | dict.fromkeys(
+    ("fp8_per_tensor", "fp8_per_channel"), "fp8"
+)
 
 
 def abstract_model(
@@ -33,16 +36,16 @@ def abstract_model(
     Raises ValueError for what is not supported, and for another method than the checkpoint's.
     """
     model = with_layers(hf_config, config, mesh, None)
-    quantization = config.quantization
+    quantization = _METHODS.get(config.quantization or "", config.quantization)
     found = quantization_of_checkpoint(model.config, hf_config, config.model)
     if quantization in ("int8", "dequantize"):  # of floats, which weights are dequantised to
         return model, quantization, None
     method = None if found is None else found.method
     if quantization == "fp8" and found is None:
         return model, quantization, None
-    if quantization is not None and _KERNELS.get(quantization, quantization) != method:
+    if quantization not in (None, method):
         raise ValueError(
-            f"quantization={quantization!r}, but according to config.json the weights are "
+            f"quantization={config.quantization!r}, but according to config.json the weights are "
             f'{"not quantised" if method is None else method}; leave it out. "int8" rounds linear layers, "fp8" those '
             'of a checkpoint that is not quantised; "dequantize" computes with floats'
         )

@@ -699,6 +699,13 @@ def test_options_of_vllm_s_constructor_are_taken_or_refused(monkeypatch, tiny_fo
         AsyncLLM.from_engine_args(args, stat_loggers=[print])
 
 
+def test_attributes_of_vllm_that_are_absent_say_what_to_use(make):
+    llm = make()
+    for name, instead in {"add_request": r"await start\(\)", "vllm_config": "all options"}.items():
+        with pytest.raises(AttributeError, match=f"'AsyncLLM' object .*{name}.*{instead}"):
+            getattr(llm, name)
+
+
 def test_shutting_down_ends_requests_with_an_error(make):
     llm = make(step_seconds=0.01)
 

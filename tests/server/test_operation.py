@@ -256,6 +256,15 @@ def test_keys(llm, tmp_path):
         ServerOptions(api_key_file=tmp_path / "empty").keys()
 
 
+def test_a_proxy_may_keep_the_prefix_of_paths_or_remove_it(llm):
+    with serving(llm, root_path="/api", api_key=("one",)) as url:
+        for path in ("/v1/models", "/api/v1/models"):
+            assert ask(url, path)[0] == 401
+            assert ask(url, path, headers={"x-api-key": "one"})[0] == 200
+        assert [ask(url, path)[0] for path in ("/health", "/api/health")] == [200, 200]
+        assert ask(url, "/api/api/health", headers={"x-api-key": "one"})[0] == 404
+
+
 def test_administration_without_a_key_is_for_this_machine():
     from jaxpage.server.limits import KeyCheck
 

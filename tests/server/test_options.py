@@ -141,6 +141,13 @@ def test_a_file_of_keys_that_cannot_be_read(tmp_path):
         ServerOptions(api_key_file=tmp_path / "binary").keys()
 
 
+def test_a_key_that_only_vllm_reads_is_not_ignored(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with pytest.raises(ValueError, match="VLLM_API_KEY is set but not read here.*--api-key"):
+        ServerOptions().check_files()
+    assert ServerOptions(api_key=("mine",)).keys() == ("mine",)
+
+
 def test_the_folder_for_traces(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "x"):
