@@ -14,8 +14,9 @@ if TYPE_CHECKING:
         StepFailedError,
     )
     from jaxpage.beam_search import BeamSearchOutput, BeamSearchSequence
-    from jaxpage.config import AsyncEngineArgs, EngineArgs, EngineConfig
+    from jaxpage.config import EngineConfig
     from jaxpage.engine.snapshot import KVSnapshot
+    from jaxpage.engine_args import AsyncEngineArgs, EngineArgs
     from jaxpage.inputs import TextPrompt, TokensPrompt
     from jaxpage.llm import LLM, LLMEngine
     from jaxpage.lora.request import LoRARequest
@@ -47,11 +48,11 @@ _HOME = {
     "LLMEngine": "llm",
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
-    "AsyncEngineArgs": "config",
+    "AsyncEngineArgs": "engine_args",
     "EngineAsleepError": "async_llm",
     "EngineDeadError": "async_llm",
     "StepFailedError": "async_llm",
-    "EngineArgs": "config",
+    "EngineArgs": "engine_args",
     "EngineConfig": "config",
     "KVSnapshot": "engine.snapshot",
     "SamplingParams": "sampling_params",

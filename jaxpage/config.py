@@ -5,7 +5,6 @@ Knows option names (vLLM's), their ranges and defaults. Must not know jax: platf
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import numbers
 import os
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxpage import cli_args
 from jaxpage.checkpoint_config import CheckpointValues
 from jaxpage.default_sizes import BLOCK_SIZES, batch_limits
 from jaxpage.environment import resolve_cache_dir
@@ -419,33 +417,6 @@ class EngineConfig:
                 'or extend the model with hf_overrides={"rope_parameters": ...}'
             )
         return wanted
-
-
-@dataclass(frozen=True, kw_only=True, init=False)
-class EngineArgs(EngineConfig):
-    """vLLM's class for options: `LLM(**dataclasses.asdict(EngineArgs(model=..., ...)))`.
-
-    Takes the arguments of `EngineConfig.from_options`, and raises the same errors.
-    """
-
-    def __init__(self, model: str, **options: Any):
-        config = EngineConfig.from_options(model=model, **options)
-        for f in dataclasses.fields(config):
-            object.__setattr__(self, f.name, getattr(config, f.name))
-
-    @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for each option of the engine, those of vLLM too; then `LLM(**vars(parser.parse_args()))`."""
-        cli_args.add_flags(parser, EngineConfig)
-        return parser
-
-    @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """The options among the parsed flags of a script; other flags are its own."""
-        return cls(**cli_args.given_flags(args, EngineConfig))
-
-
-AsyncEngineArgs = EngineArgs  # vLLM has a separate class for its asynchronous engine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,8 +40,8 @@ from jaxpage.runner.strict import check_strict
 from jaxpage.sampling.features import processors_of
 from jaxpage.weights.abstract import abstract_model
 from jaxpage.weights.quantization import Quantization
-from jaxpage.weights.transform import ROUNDED
 from jaxpage.weights.spec import ParamSpec, specs
+from jaxpage.weights.transform import ROUNDED
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -201,7 +201,8 @@ class EngineSpec:
     def models(self) -> list[LoadedModel]:
         """The model, and the draft model."""
         config, drafts = self.config, self.draft_model
-        method, rounds = config.quantization, self.quantised is None and config.quantization in ROUNDED
+        method = config.quantization
+        rounds = self.quantised is None and method in ROUNDED
         found = [LoadedModel(self.model, config.model, self.hf_config, method, rounds)]
         if drafts is not None:
             method, rounds = drafts.quantization, drafts.quantization == "int8"

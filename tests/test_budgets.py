@@ -26,7 +26,7 @@ RAISED: dict[tuple[str, str], tuple[int, str]] = {
     ("parameters", "pallas_kernels/paged_attention/gpu.py:paged_attention"): (12, _CONTRACT),
     ("parameters", "pallas_kernels/paged_attention/tpu.py:paged_attention"): (14, _CONTRACT),
     ("fields", "jaxpage/config.py:EngineConfig"): (67, "vLLM's options under their names"),
-    ("lines", "jaxpage/config.py"): (541, "one subject: those options, and what follows from them"),
+    ("lines", "jaxpage/config.py"): (526, "one subject: those options, and what follows from them"),
     ("parameters", "jaxpage/engine/scheduler.py:Scheduler.__init__"): (11, _SCARCE),
     ("attributes on self", "jaxpage/engine/scheduler.py:Scheduler"): (18, _SCARCE),
     ("parameters", "jaxpage/llm.py:LLM.chat"): (14, _VLLM),

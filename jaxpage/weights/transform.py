@@ -59,8 +59,8 @@ def join_projections(model: CausalLM) -> None:
 
 
 def quantize(model: CausalLM, quantization: str, choose: ChooseQuantized) -> set[str]:
-    """Quantize the weight of every linear layer of the decoder, and of every expert, in place, one scale per output, and
-    choose kernels. Embedding, norms and routers stay, and so does a vision tower, which is small and loses more
+    """Quantize the weight of every linear layer of the decoder, and of every expert, in place, one scale per output,
+    and choose kernels. Embedding, norms and routers stay, and so does a vision tower, which is small and loses more
     accuracy. Returns what `choose_quantized_products` does.
 
     quantization: "int8" or "fp8", which leaves the head, as vLLM's `Fp8PtpcOnlineLinearMethod` does; activations are
