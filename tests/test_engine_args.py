@@ -59,8 +59,8 @@ def test_engine_args_are_flags_of_a_script():
 
     assert args.mine == 5
     assert parts(EngineArgs.from_cli_args(args)) == parts(expected)
-    del args.mine
-    assert parts(EngineConfig.from_options(**vars(args))) == parts(expected)
+    options = {name: value for name, value in vars(args).items() if name != "mine"}
+    assert parts(EngineConfig.from_options(**options)) == parts(expected)
     unset = parser.parse_args([])
     assert EngineArgs.from_cli_args(unset) == EngineArgs(model="m", enforce_eager=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,12 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from jaxpage.async_llm import AsyncLLM, EngineDeadError
+from jaxpage.pooling.async_pooler import AsyncPooler
 from jaxpage.server.batch import Caller
 from jaxpage.server.chat import ChatCall
 from jaxpage.server.completions import CompletionCall
 from jaxpage.server.context import Server
 from jaxpage.server.errors import ApiError, to_answer_error, to_api_error
 from jaxpage.server.options import ServerOptions
+from jaxpage.server.pooling import make_pooling_app
 from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.completions import CompletionRequest
 from jaxpage.server.protocol.responses import ResponsesRequest
@@ -35,8 +39,7 @@ def answerer(llm: AsyncLLM, model_names: tuple[str, ...] = ()) -> Answer:
 
     `model_names`: those that bodies may have; none: the model's own.
     """
-    options = ServerOptions(max_queued_requests=2**31, served_model_name=model_names)
-    server = Server.of(llm, options)
+    server = Server.of(llm, _options(model_names))
 
     async def answer(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         fields: frozenset[str] = frozenset()
@@ -65,3 +68,56 @@ def answerer(llm: AsyncLLM, model_names: tuple[str, ...] = ()) -> Answer:
             return api_error.status, api_error.body()
 
     return answer
+
+
+def pooling_answerer(llm: AsyncPooler, model_names: tuple[str, ...] = ()) -> Answer:
+    """The same for a pooling model."""
+    app, _ = make_pooling_app(llm, _options(model_names))
+
+    async def answer(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        found = await _post(app, url, body)
+        await llm.check_health()
+        return found
+
+    return answer
+
+
+def _options(model_names: tuple[str, ...]) -> ServerOptions:
+    """Those without limits on what may wait, and without a line for each request."""
+    return ServerOptions(
+        served_model_name=model_names,
+        max_queued_requests=2**31,
+        max_body_size=2**40,
+        disable_access_log=True,
+    )
+
+
+async def _post(app: Any, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Call an ASGI application. Returns the status and the JSON of its answer."""
+    left = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not left:
+            await asyncio.Future()  # for as long as the client stays
+        return left.pop()
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": url,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    try:
+        await app(scope, receive, send)
+    except Exception:  # it has answered with a 500 before
+        if not sent:
+            raise
+    return sent[0]["status"], json.loads(b"".join(each.get("body", b"") for each in sent))

@@ -80,11 +80,16 @@ class ServerOptions:
         parse_modules(self.lora_modules, self.served_model_name)
 
     def check_files(self) -> None:
-        """Read the files that the options name, and make `profiler_dir`. Raises ValueError if that fails.
+        """Read the files that the options name, and make `profiler_dir`. Raises ValueError if that fails, or if there
+        is no key although vLLM's variable for one is set.
 
         They are those of this machine, so it is not called where replicas run on others.
         """
-        self.keys()
+        if not self.keys() and "VLLM_API_KEY" in vllm_variables():
+            raise ValueError(
+                "VLLM_API_KEY is set but not read here, so requests would need no key: pass --api-key or "
+                "--api-key-file, or unset it"
+            )
         _ = self.ssl_context
         check_folders(self.lora_modules)
         if self.profiler_dir is not None:
@@ -104,15 +109,8 @@ class ServerOptions:
         return tls_context(self.ssl_certfile, self.ssl_keyfile)
 
     def keys(self) -> tuple[str, ...]:
-        """The keys of clients. Raises ValueError for a file that cannot be read, or has no keys; and if there would be
-        no key although vLLM's variable for one is set.
-        """
+        """The keys of clients. Raises ValueError for a file that cannot be read, or has no keys."""
         if self.api_key_file is None:
-            if not self.api_key and "VLLM_API_KEY" in vllm_variables():
-                raise ValueError(
-                    "VLLM_API_KEY is set but not read here, so requests would need no key: pass --api-key or "
-                    "--api-key-file, or unset it"
-                )
             return self.api_key
         try:
             lines = self.api_key_file.read_text(encoding="utf-8").splitlines()

@@ -23,11 +23,15 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jaxpage.config import EngineConfig
+from jaxpage.pooling.choose import pools
+from jaxpage.server.protocol.pooling import POOLING_PATHS
+
 # From a path and a request's body to a status code and the answer's body. It answers invalid requests too; an exception
 # ends the run.
 Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", *POOLING_PATHS)
 ID_PREFIX = "batch_req_"
 LINE_BEGIN = f'{{"id": "{ID_PREFIX}'.encode()  # of every result
 
@@ -79,15 +83,21 @@ def main(
         # This needs no engine: the output gets the problem of each line.
         print(asyncio.run(run_batch(source, target, _no_engine)))
         raise SystemExit(f"jaxpage: no line of {source} is a request; {target} has the reasons")
-    from jaxpage.async_llm import AsyncLLM
-    from jaxpage.server.in_process import answerer
+    config = EngineConfig.from_options(**options)
+    if pools(config):
+        from jaxpage.pooling.async_pooler import AsyncPooler
+        from jaxpage.server.in_process import pooling_answerer
 
-    llm = AsyncLLM(**options)
+        llm = AsyncPooler(config)
+        answer = pooling_answerer(llm, model_names)
+    else:
+        from jaxpage.async_llm import AsyncLLM
+        from jaxpage.server.in_process import answerer
+
+        llm = AsyncLLM(**options)
+        answer = answerer(llm, model_names)
     try:
-        work = run_batch(
-            source, target, answerer(llm, model_names), max_concurrency=max_concurrency
-        )
-        print(asyncio.run(work))
+        print(asyncio.run(run_batch(source, target, answer, max_concurrency=max_concurrency)))
     except KeyboardInterrupt:
         print(f"stopped; the same command continues {target}", file=sys.stderr)
         raise

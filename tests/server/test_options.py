@@ -145,7 +145,7 @@ def test_a_key_that_only_vllm_reads_is_not_ignored(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     with pytest.raises(ValueError, match="VLLM_API_KEY is set but not read here.*--api-key"):
         ServerOptions().check_files()
-    assert ServerOptions(api_key=("mine",)).keys() == ("mine",)
+    ServerOptions(api_key=("mine",)).check_files()
 
 
 def test_the_folder_for_traces(tmp_path):

@@ -17,9 +17,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from jaxpage import cli
+from jaxpage import LLM, cli
 from jaxpage.server import run_batch as module
 from jaxpage.server.run_batch import Results, main, run_batch
+from tests.pooling.pooling_checkpoints import OPTIONS, build_bert
 
 CHAT = "/v1/chat/completions"
 
@@ -101,7 +102,7 @@ def test_results_come_in_order_of_completion(batch):
         ('{"custom_id": 7, "method": "POST"}', None, "missing_required_parameter"),
         (line("x").replace("POST", "GET"), "x", "invalid_method"),
         ('{"custom_id": "x", "method": "POST"}', "x", "invalid_url"),
-        (line("x", "/v1/embeddings"), "x", "invalid_url"),
+        (line("x", "/v1/audio/speech"), "x", "invalid_url"),
         (line("x", ["/v1/completions"]), "x", "invalid_url"),
         (line("x", stream=True), "x", "invalid_request"),
         (line("x").replace("{}", "[]"), "x", "invalid_request"),
@@ -351,6 +352,33 @@ def test_the_command_makes_an_engine_and_asks_it(batch, monkeypatch, capsys):
     batch.target.write_text("something else\n")
     assert cli.main([*command, "--model", "m"]) == 2 and made == []
     assert "is no result of a batch" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_batch_for_a_pooling_model(batch, tmp_path):
+    folder = build_bert(tmp_path / "bert")
+    batch.write(
+        line("vector", "/v1/embeddings", model="bert", input="w10 w11"),
+        line("scores", "/v1/score", queries="w10", documents=["w10", "w12"]),
+        line("ranks", "/rerank", query="w10", documents=["w12", "w10"], top_n=1),
+        line("no input", "/v1/embeddings"),
+        line("text", CHAT, messages=[{"role": "user", "content": "w10"}]),
+        line("class", "/classify", input="w10"),
+    )
+    main(batch.source, batch.target, {"model": str(folder)} | OPTIONS, 2, ("bert",))
+    found = {r["custom_id"]: r["response"] for r in batch.results}
+    status = {name: response["status_code"] for name, response in found.items()}
+    assert [status.pop(name) for name in ("vector", "scores", "ranks")] == [200] * 3
+    assert status == {"no input": 400, "text": 400, "class": 400}
+    llm = LLM(str(folder), **OPTIONS)
+    vector = found["vector"]["body"]["data"][0]["embedding"]
+    assert vector == pytest.approx(llm.embed("w10 w11", use_tqdm=False)[0].outputs.embedding)
+    scores = [entry["score"] for entry in found["scores"]["body"]["data"]]
+    expected = llm.score("w10", ["w10", "w12"], use_tqdm=False)
+    assert scores == pytest.approx([output.outputs.score for output in expected])
+    assert found["ranks"]["body"]["results"][0]["index"] == 1
+    assert "input or messages" in found["no input"]["body"]["error"]["message"]
+    assert "does not generate text" in found["text"]["body"]["error"]["message"]
 
 
 @pytest.fixture
