@@ -53,3 +53,24 @@ def test_the_engine_computes_what_the_rounded_model_computes(family, quantizatio
         # sampled token may be beaten by as little as that moves a logit.
         taken = logits[np.arange(NUM_TOKENS), tokens]
         assert (logits.max(axis=-1) - taken).max() < 0.05 * logits.std()
+
+
+@pytest.mark.slow
+def test_fp8_on_two_devices_and_with_new_weights(tmp_path):
+    """New weights are floats, as those from the start, and are rounded alike."""
+    first = checkpoints.build("qwen2", 0, tmp_path / "first")
+    second = checkpoints.save(checkpoints.config(first), tmp_path / "second", seed="other")
+    options = {"quantization": "fp8", "enforce_eager": True, "num_gpu_blocks_override": 64}
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+    one, two, other = (
+        checkpoints.make_llm(path, tensor_parallel_size=n, **options)
+        for path, n in ((first, 1), (first, 2), (second, 1))
+    )
+    expected = checkpoints.answers(one, PROMPTS, params)
+    checkpoints.assert_same_answers(checkpoints.answers(two, PROMPTS, params), expected, atol=1e-4)
+    expected = checkpoints.answers(other, PROMPTS, params)
+    for llm in (one, two):
+        llm.update_weights(second)
+        checkpoints.assert_same_answers(
+            checkpoints.answers(llm, PROMPTS, params), expected, atol=1e-4
+        )
