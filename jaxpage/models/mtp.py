@@ -2,8 +2,9 @@
 (DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `DeepSeekMTP`, SGLang's `DeepseekModelNextN`).
 
 Like heads of EAGLE (see `models.eagle`) it reads pairs of an embedding and a hidden state. The model's are taken after
-its final norm. Where there are none yet, the layer's own take their place, after the norm of its `shared_head`, which
-they share with the LM head. Embedding and LM head are the model's; checkpoints have copies of both in the layer.
+its final norm. Where there are none yet, the layer's own take their place, after the norm of its `shared_head`, as its
+LM head reads them; so do SGLang and vLLM, but for vLLM's `Glm4MoeMTP`, which takes them before it. Embedding and LM
+head are the model's; checkpoints have copies of both in the layer.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ def make_llm(path: Path, **options) -> LLM:
     ],
 )
 def test_drafts_are_those_of_torch(family, options, tmp_path):
-    """Of a layer that has learned nothing, so that everything it reads matters. It has a layer of the KV pool."""
+    """Of a layer that has learned nothing, so that everything it reads matters. It has its place in each block, and
+    tokens are those of torch too.
+    """
     path = mixtures.build(family, 0, tmp_path)
     target = Target(path)
     layer = Layer(target)
@@ -40,7 +42,10 @@ def test_drafts_are_those_of_torch(family, options, tmp_path):
     *of_model, of_layer = jax.tree.leaves(llm._engine.runner._kv_pool)
     assert [each.shape for each in of_model] == [of_layer.shape] * 2
     counts = check_drafts(llm, layer, target)
-    llm.generate(prompts(), greedy(12), use_tqdm=False)
+    for output in llm.generate(prompts(), greedy(12), use_tqdm=False):
+        prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+        hidden = target.hidden([*prompt, *tokens[:-1]], [])
+        assert layer.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist() == list(tokens)
     assert sum(counts) == llm.stats().num_draft_tokens > 80
 
 
