@@ -18,6 +18,7 @@ from jaxpage.engine_spec import EngineSpec
 from jaxpage.models.attention import DenseAttention
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.mtp import MTPHead, mtp_name
+from jaxpage.start_up_log import draft_model_line
 from jaxpage.weights.load import load
 from jaxpage.weights.spec import specs
 from tests import checkpoints, mixtures
@@ -89,10 +90,10 @@ def test_its_hidden_states_are_those_of_torch(family, variant, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp8-block", "ct-w4a16"])
 def test_a_quantised_layer_has_the_values_of_its_weights(form, tmp_path):
-    """In DeepSeek's format: the map of pairs is left as floats, and so are copies of the model's embedding and head."""
+    """The map of pairs is left as floats, as in released checkpoints."""
     path = mixtures.build("deepseek_v3", 0, tmp_path / "model", **SIZES)
     Layer(Target(path)).add_to(path)
-    kept = ("lm_head", "eh_proj", "embed_tokens", "head", "kv_b_proj")
+    kept = ("lm_head", "eh_proj")
     quantised, floats = tmp_path / "quantised", tmp_path / "floats"
     write_float(path, floats, write(path, quantised, FORMATS[form], ignore=kept))
     spec, head = loaded(quantised)
@@ -137,6 +138,7 @@ def test_its_layer_is_counted_and_its_embedding_is_not(path):
     assert drafts is not None and drafts.pool.value_dim == spec.pool.value_dim == 16
     assert spec.block_bytes == 3 * spec.pool.bytes_per_block // 2
     assert spec.step_spec.feature_size == spec.model.config.hidden_size
+    assert draft_model_line(spec, drafts).startswith("drafts    the MTP layer of ")
 
 
 def test_it_is_rounded_to_int8_as_the_model_is(path):
