@@ -115,7 +115,7 @@ class PictureCache:
         return next((first + number - start for _, first, number in spans), 1)
 
     def rows(self, picture: Picture) -> np.ndarray:
-        """int32[num_tokens]: the rows of a picture that `reach` has just included in the plan, the null row at breaks."""
+        """int32[num_tokens]: the rows of a picture that `reach` has just included in the plan; at breaks the null row."""
         return self._rows[picture.content_hash]
 
     def release(self, sequence: Sequence) -> None:

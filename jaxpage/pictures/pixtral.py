@@ -161,8 +161,8 @@ class PixtralProcessor:
     def _tokens(self, picture: Picture) -> list[int]:
         if self.break_token_id is None or self.end_token_id is None:
             raise ValueError(
-                "the tokens that end the rows of a picture, [IMG_BREAK] and [IMG_END], are not known: use the tokenizer "
-                "of the checkpoint, without skip_tokenizer_init"
+                "the tokens that end the rows of a picture, [IMG_BREAK] and [IMG_END], are not known: use the "
+                "tokenizer of the checkpoint, without skip_tokenizer_init"
             )
         tokens = [self.image_token_id] * picture.num_tokens
         for index in picture.breaks:
@@ -235,7 +235,8 @@ def _largest(size: Any) -> tuple[int, int]:
     """Height and width of the largest picture, of a `size` as transformers writes it. Raises ValueError."""
     given = size if isinstance(size, Mapping) else {}
     longest = given.get("longest_edge")
-    height, width = (given.get(name) if longest is None else longest for name in ("height", "width"))
+    names = ("height", "width")
+    height, width = (given.get(name) if longest is None else longest for name in names)
     if not all(type(side) is int and side > 0 for side in (height, width)):
         raise ValueError(
             f'{_SIZE} of the picture processor is {size!r}; give {{"longest_edge": ...}}, or {{"height": ..., '

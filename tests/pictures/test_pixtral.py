@@ -72,7 +72,10 @@ def test_pixels_are_those_of_transformers(make, longest):
         np.testing.assert_array_equal(found["image_sizes"].numpy(), expected["image_sizes"])
         np.testing.assert_array_equal(found["pixel_values"].numpy(), expected["pixel_values"])
         rows, columns = expected["image_sizes"][0] // MISTRAL_SIDE
-        assert (picture.num_tokens, picture.num_embeddings) == (rows * (columns + 1), rows * columns)
+        assert (picture.num_tokens, picture.num_embeddings) == (
+            rows * (columns + 1),
+            rows * columns,
+        )
 
 
 def test_without_files_sizes_are_those_of_transformers(make):
@@ -123,7 +126,9 @@ def test_files_of_a_checkpoint_are_heard(make, tokenizer, tmp_path):
     image, processor = Image.fromarray(pixels(90, 150)), make()
     expected = theirs(images=[[image]], text=["[IMG]"], return_tensors="np")
     picture = processor.image(image)
-    assert processor.expand([MISTRAL_IMAGE], [picture]).token_ids == expected["input_ids"][0].tolist()
+    assert (
+        processor.expand([MISTRAL_IMAGE], [picture]).token_ids == expected["input_ids"][0].tolist()
+    )
     assert 290 in expected["input_ids"][0] and 291 in expected["input_ids"][0]
     found = mistral3_values(processor.config, [picture])
     np.testing.assert_array_equal(found["pixel_values"].numpy(), expected["pixel_values"])
@@ -162,7 +167,9 @@ def test_files_that_contradict_are_refused(make, tmp_path, file, told, message):
 
 def test_pictures_and_prompts_that_are_refused(make):
     processor = make(size={"longest_edge": 120})
-    with pytest.raises(ValueError, match="of 300x1 pixels, shrunk to at most 120x120, would be 120x0"):
+    with pytest.raises(
+        ValueError, match="of 300x1 pixels, shrunk to at most 120x120, would be 120x0"
+    ):
         processor.image(pixels(1, 300))
     with pytest.raises(ValueError, match="give some frames as pictures"):
         processor.video([], fps=1.0)
