@@ -115,7 +115,7 @@ class PictureCache:
         return next((first + number - start for _, first, number in spans), 1)
 
     def rows(self, picture: Picture) -> np.ndarray:
-        """int32[num_tokens]: the rows of a picture that `reach` has just included in the plan; at breaks the null row."""
+        """int32[num_tokens]: the rows of a picture that `reach` has just included in the plan, null rows at breaks."""
         return self._rows[picture.content_hash]
 
     def release(self, sequence: Sequence) -> None:
@@ -133,7 +133,7 @@ class PictureCache:
         if picture.num_embeddings > self._left and self._left < self._budget:
             return False
         room = len(self._free) + sum(
-            np.count_nonzero(self._rows[key] != NULL_ROW) for key in self._evictable()
+            int(np.count_nonzero(self._rows[key] != NULL_ROW)) for key in self._evictable()
         )
         return picture.num_embeddings <= room
 

@@ -235,9 +235,9 @@ def _largest(size: Any) -> tuple[int, int]:
     """Height and width of the largest picture, of a `size` as transformers writes it. Raises ValueError."""
     given = size if isinstance(size, Mapping) else {}
     longest = given.get("longest_edge")
-    names = ("height", "width")
-    height, width = (given.get(name) if longest is None else longest for name in names)
-    if not all(type(side) is int and side > 0 for side in (height, width)):
+    sides = (given.get(name) if longest is None else longest for name in ("height", "width"))
+    height, width = (side if type(side) is int and side > 0 else None for side in sides)
+    if height is None or width is None:
         raise ValueError(
             f'{_SIZE} of the picture processor is {size!r}; give {{"longest_edge": ...}}, or {{"height": ..., '
             '"width": ...}, in whole pixels above 0'

@@ -173,6 +173,12 @@ def test_preempted_and_evicted_ones_are_answered_alike(loaded):
 
 
 @pytest.mark.slow
+def test_two_devices_answer_as_one(loaded):
+    llm = make_llm(loaded.path, tensor_parallel_size=2)
+    assert answers(llm, PROMPTS[:3]) == loaded.alone[:3]
+
+
+@pytest.mark.slow
 def test_without_pictures_only_the_text_part_is_loaded(loaded):
     llm = make_llm(loaded.path, limit_mm_per_prompt={"image": 0}, mm_processor_kwargs=None)
     assert answers(llm, PROMPTS[3:]) == loaded.alone[3:]

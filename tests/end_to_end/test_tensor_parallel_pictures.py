@@ -41,7 +41,7 @@ FAMILIES = {
 }
 FEW_BLOCKS = 60  # for the longest prompt, its answer and little else
 MAX_TOKENS = 64
-SLOW = {("qwen3_vl", "plain", 4), ("qwen3_5_moe", "plain", 2), ("mistral3", "plain", 2)}
+SLOW = {("qwen3_vl", "plain", 4), ("qwen3_5_moe", "plain", 2)}
 
 
 @pytest.fixture(scope="module")
