@@ -15,9 +15,9 @@ def expand_placeholders(
 ) -> tuple[list[int], tuple[tuple[int, int], ...]]:
     """The prompt with all placeholders, and (first token, number of tokens) of each picture.
 
-    `ids`: the placeholder of each kind. `tokens_of`: all tokens of a picture, the first a placeholder; None: each is one.
-    The pictures of one kind come in the order of the prompt, which has one placeholder for each picture, or already all.
-    Raises ValueError if the numbers do not match.
+    `ids`: the placeholder of each kind. `tokens_of`: all tokens of a picture, of which the first is a placeholder; by
+    default each is one. The pictures of one kind come in the order of the prompt, which has one placeholder for each
+    picture, or already all of them. Raises ValueError if the numbers do not match.
     """
     for picture in pictures:
         if picture.kind not in ids:
