@@ -133,7 +133,7 @@ class PixtralTower(nnx.Module):
     def __init__(self, config: PixtralVisionConfig, dtype: jnp.dtype):
         self.config = config
         side = config.patch_size
-        shape = (config.hidden_size, config.in_channels, side, side)
+        shape = (config.hidden_size, 3, side, side)
         stddev = config.initializer_range
         self.patch_conv = PatchProjection(shape, bias=False, stddev=stddev, dtype=dtype)
         self.ln_pre = _norm(config, dtype)

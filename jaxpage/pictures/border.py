@@ -106,6 +106,11 @@ class VisionConfig(Protocol):
         ...
 
     @property
+    def most_patches(self) -> int | None:
+        """Patches of the largest picture that the model knows, None if there is no such limit."""
+        ...
+
+    @property
     def bidirectional(self) -> bool:
         """Whether the tokens of a picture see each other in the decoder, so that all of them are computed together."""
         ...

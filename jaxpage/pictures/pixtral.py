@@ -42,7 +42,7 @@ class PixtralVisionConfig:
     activation: str
     projector_activation: str
     projector_bias: bool
-    in_channels: int
+    image_size: int  # pixels of a side of the largest picture
     patch_size: int  # pixels a side
     merge_size: int  # patches a side that become one embedding
     rope_theta: float
@@ -60,7 +60,7 @@ class PixtralVisionConfig:
 
     @property
     def patch_values(self) -> int:
-        return self.in_channels * self.patch_size**2
+        return 3 * self.patch_size**2
 
     @property
     def patches_per_token(self) -> int:
@@ -75,6 +75,10 @@ class PixtralVisionConfig:
         return None
 
     @property
+    def most_patches(self) -> int:
+        return (-(-self.image_size // self.side) * self.merge_size) ** 2
+
+    @property
     def bidirectional(self) -> bool:
         return False
 
@@ -86,7 +90,7 @@ class PixtralVisionConfig:
         """float32[P, patch_values] of float32[height, width, 3]; patches that are merged follow each other."""
         height, width = pixels.shape[0] // self.side, pixels.shape[1] // self.side
         block = (self.merge_size, self.patch_size)
-        values = pixels.reshape(height, *block, width, *block, self.in_channels)
+        values = pixels.reshape(height, *block, width, *block, 3)
         # To rows and columns of squares and within one; then channel, row and column of a pixel.
         values = values.transpose(0, 3, 1, 4, 6, 2, 5)
         return np.ascontiguousarray(values).reshape(-1, self.patch_values)
@@ -257,10 +261,11 @@ def pixtral_vision_config(hf: PretrainedConfig) -> PixtralVisionConfig:
             f"the vision tower has {vision.num_attention_heads} heads for hidden_size {vision.hidden_size}; the size "
             "of a head must be a multiple of 4"
         )
-    if not isinstance(vision.patch_size, int) or vision.num_channels != 3:
+    sizes = (vision.patch_size, vision.image_size)
+    if not all(isinstance(size, int) for size in sizes) or vision.num_channels != 3:
         raise ValueError(
-            f"the vision tower has patch_size {vision.patch_size!r} and {vision.num_channels} channels; supported are "
-            "square patches, whose patch_size is a number, of 3 channels"
+            f"the vision tower has patch_size {sizes[0]!r}, image_size {sizes[1]!r} and {vision.num_channels} "
+            "channels; supported are squares, whose sizes are numbers, of 3 channels"
         )
     return PixtralVisionConfig(
         depth=vision.num_hidden_layers,
@@ -272,7 +277,7 @@ def pixtral_vision_config(hf: PretrainedConfig) -> PixtralVisionConfig:
         activation=vision.hidden_act,
         projector_activation=hf.projector_hidden_act,
         projector_bias=bool(hf.multimodal_projector_bias),
-        in_channels=vision.num_channels,
+        image_size=vision.image_size,
         patch_size=vision.patch_size,
         merge_size=hf.spatial_merge_size,
         rope_theta=vision.rope_parameters["rope_theta"],

@@ -40,9 +40,10 @@ def expand_placeholders(
         whole = tokens_of(picture) if tokens_of else [token_id] * picture.num_tokens
         is_there = token_ids[index : index + len(whole)] == whole
         if not once[kind] and not is_there:
+            with_ends = " with the ends of its rows" if tokens_of else ""
             raise ValueError(
                 f"{kind} {which} has {picture.num_embeddings} embeddings, but fewer placeholders (token {token_id}) "
-                f"stand together from token {index} of the prompt on; give one placeholder for each {kind}"
+                f"stand together{with_ends} from token {index} of the prompt on; give one placeholder for each {kind}"
             )
         spans[which] = (len(expanded), len(whole))
         expanded += whole

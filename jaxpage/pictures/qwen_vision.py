@@ -54,6 +54,10 @@ class Qwen25VisionConfig:
         return None
 
     @property
+    def most_patches(self) -> None:
+        return None
+
+    @property
     def bidirectional(self) -> bool:
         return False
 
@@ -149,6 +153,10 @@ class Qwen3VisionConfig:
 
     @property
     def num_patches(self) -> None:
+        return None
+
+    @property
+    def most_patches(self) -> None:
         return None
 
     @property

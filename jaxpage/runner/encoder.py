@@ -43,12 +43,12 @@ def make_picture_spec(
     max_num_batched_tokens: int,
     has_positions: bool,
 ) -> PictureSpec:
-    """Encoder sizes in powers of two up to the largest that fits a prompt, or the family's only size; and a cache.
+    """Encoder sizes in powers of two up to the largest that fits a prompt and the model, or its only size; and a cache.
 
     Without `cache_bytes` the cache has room for several steps, and at least for the largest picture.
     """
     ratio = vision.patches_per_token
-    most = min(MOST_PATCHES, (max_model_len - 1) * ratio)
+    most = min(vision.most_patches or MOST_PATCHES, MOST_PATCHES, (max_model_len - 1) * ratio)
     sizes = [vision.num_patches or max(SMALLEST_PATCHES // ratio, 1) * ratio]
     while vision.num_patches is None and sizes[-1] < most:
         sizes.append(2 * sizes[-1])
