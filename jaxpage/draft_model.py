@@ -1,5 +1,5 @@
-"""A draft model as shapes: a smaller model whose tokens are guesses at those of the engine's model; or an EAGLE head,
-which guesses from hidden states of that model.
+"""A draft model as shapes: a smaller model whose tokens are guesses at those of the engine's model; or an EAGLE head or
+MTP layer, which guesses from hidden states of that model.
 
 It has a KV pool of its own, whose blocks have the numbers of the engine's: whatever the model computes, the draft model
 computes too, so a block that is shared, copied or found in the prefix cache is so in both pools. Its tokens are only
@@ -24,7 +24,7 @@ from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.pool_choice import choose_pool
 from jaxpage.weights.abstract import abstract_model
-from jaxpage.weights.head import abstract_head
+from jaxpage.weights.head import abstract_head, abstract_mtp_layer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,19 +56,23 @@ class DraftModel:
 def make_draft_model(
     config: ResolvedConfig,
     model: ModelConfig,
+    hf_config: PretrainedConfig,
     *,
     groups: KVGroups,
     hardware: Device,
     mesh: Mesh | None,
 ) -> DraftModel | None:
-    """The draft model that the options of an engine name, if they do. model: the engine's; groups: of its layers.
+    """The draft model that the options of an engine name, if they do. model, hf_config: the engine's; groups: of its
+    layers.
 
     Reads only config.json; of a head also which tensors there are, and which tokens it knows. Raises ValueError for a
     model that cannot guess for this one.
     """
-    folder = config.draft_model
-    if folder is None or config.speculative_config is None:
+    speculative = config.speculative_config
+    if speculative is None or speculative.method == "ngram":
         return None
+    # An MTP layer comes with the model.
+    method, folder = speculative.method, config.draft_model or config.model
     # Quantised as its own checkpoint is, or to int8 as the model is; without a vision tower.
     quantization = config.quantization if config.quantization in ("int8", "dequantize") else None
     own = replace(
@@ -79,9 +83,11 @@ def make_draft_model(
         limit_mm_per_prompt={"image": 0, "video": 0},
     )
     with named_errors():
-        hf_config = load_hf_config(folder, None)
-        method = config.speculative_config.method
-        if method in ("eagle", "eagle3"):
+        if config.draft_model is not None:
+            hf_config = load_hf_config(folder, None)
+        if method == "mtp":
+            drafts, quantization = abstract_mtp_layer(hf_config, own, model, mesh)
+        elif method in ("eagle", "eagle3"):
             drafts = abstract_head(hf_config, own, model, method)
         else:
             drafts, quantization, _ = abstract_model(hf_config, own, mesh)

@@ -362,7 +362,7 @@ def make_engine_spec(
         groups=groups,
         pool=choice.chosen,
         no_kernel_reason=choice.reason,
-        draft_model=make_draft_model(config, model.config, groups=groups, **where),
+        draft_model=make_draft_model(config, model.config, hf_config, groups=groups, **where),
         num_cached_states=num_cached_states(config, model.config, **memory),
     )
 

@@ -10,8 +10,13 @@ from typing import Any
 from jaxpage.eagle_config import method_of_head
 from jaxpage.hub import local_folder
 
-METHODS = ("ngram", "draft_model", "eagle", "eagle3")
+METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 _NGRAM = ("ngram", "[ngram]")  # vLLM's names of prompt lookup, as a method and as a model
+# vLLM's names of the last method for the models that jaxpage has.
+_MTP = (
+    *("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "ernie_mtp"),
+    *("nemotron_h_mtp", "qwen3_next_mtp", "qwen3_5_mtp"),
+)
 _LONGEST_LOOKUP = 5  # vLLM's default
 _MOST_TOKENS = 64
 
@@ -30,6 +35,9 @@ class SpeculativeConfig:
     Method "eagle3": an EAGLE-3 head (https://arxiv.org/abs/2503.01840), trained for the engine's model, guesses from
     hidden states of that model. Method "eagle" is for heads of the first EAGLE (https://arxiv.org/abs/2401.15077). If
     config.json of `model` says that it is a head, the method follows from it, whatever `method` says.
+
+    Method "mtp": the layer for multi-token prediction that the model's own checkpoint has, or that of the same model in
+    `model`, guesses from the model's last hidden states. vLLM's older names, such as "deepseek_mtp", mean the same.
     """
 
     num_speculative_tokens: int  # most tokens that are guessed in a step
@@ -48,10 +56,12 @@ class SpeculativeConfig:
                 object.__setattr__(self, "model", None)
         if self.method is None:
             object.__setattr__(self, "method", "ngram" if self.model is None else "draft_model")
+        if self.method in _MTP:
+            object.__setattr__(self, "method", "mtp")
         if self.method not in METHODS:
             raise ValueError(
-                'method of speculative_config must be "ngram" (prompt lookup), "draft_model", "eagle" or "eagle3", '
-                f"got {self.method!r}"
+                'method of speculative_config must be "ngram" (prompt lookup), "draft_model", "eagle", "eagle3" or '
+                f'"mtp", got {self.method!r}'
             )
         _check_count("num_speculative_tokens", self.num_speculative_tokens)
         if self.method != "ngram":
@@ -59,9 +69,7 @@ class SpeculativeConfig:
             return
         for name in ("model", "revision", "draft_tensor_parallel_size"):
             if getattr(self, name) is not None:
-                raise ValueError(
-                    f'{name} of speculative_config is for methods "draft_model", "eagle" and "eagle3", not "ngram"'
-                )
+                raise ValueError(f'{name} of speculative_config is not for method "ngram"')
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         shortest = shortest if shortest is not None else longest
         shortest = shortest if shortest is not None else _LONGEST_LOOKUP
@@ -87,7 +95,13 @@ class SpeculativeConfig:
         return dataclasses.replace(self, model=folder, method=method)
 
     def _check_draft_model(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
+        if self.method == "mtp" and self.model is None:
+            if self.revision is not None:
+                raise ValueError(
+                    f"revision={self.revision!r} of speculative_config is of its model, and there is none: give one, "
+                    "or leave it out to take the layer of the engine's own checkpoint"
+                )
+        elif not isinstance(self.model, str) or not self.model:
             raise ValueError(
                 f'method "{self.method}" of speculative_config needs a model: a folder, or a name on the hub, '
                 f"got {self.model!r}"

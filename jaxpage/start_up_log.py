@@ -85,7 +85,9 @@ def model_line(spec: EngineSpec) -> str:
 
 
 def draft_model_line(spec: EngineSpec, drafts: DraftModel) -> str:
-    line = f"drafts    {_describe(spec, spec.models[1])}; at most {spec.config.num_drafts} tokens a step"
+    eagle = drafts.model.config.eagle
+    what = "the MTP layer of " if eagle is not None and eagle.mtp_layer is not None else ""
+    line = f"drafts    {what}{_describe(spec, spec.models[1])}; at most {spec.config.num_drafts} tokens a step"
     if drafts.no_kernel_reason is None:
         return line
     return f"{line}; attention: {describe(drafts.pool.attention, drafts.no_kernel_reason)}"

@@ -45,6 +45,7 @@ class FakeVision:
     patch_values: int = 3
     patches_per_token: int = 4
     num_patches: int | None = None
+    most_patches: int | None = None
     bidirectional: bool = False
     causal_without_window: bool = False
 

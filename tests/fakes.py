@@ -223,33 +223,43 @@ def extend_digest(digest: int, token: Hashable) -> int:
     return hash((digest, token))
 
 
-def picture_places(pictures: PromptPictures | None) -> list[tuple[bytes, int, int]]:
-    """(content hash, first token, number of tokens) of each picture."""
+PicturePlace = tuple[bytes, int, int, tuple[int, ...]]
+
+
+def picture_places(pictures: PromptPictures | None) -> list[PicturePlace]:
+    """(content hash, first token, number of tokens, those without an embedding) of each picture."""
     places = [] if pictures is None else zip(pictures.pictures, pictures.spans, strict=True)
-    return [(picture.content_hash, *span) for picture, span in places]
+    return [(picture.content_hash, *span, picture.breaks) for picture, span in places]
 
 
 def inputs(
     token_ids: list[int],
     embeds: np.ndarray | None,
-    pictures: Sequence[tuple[bytes, int, int]] = (),
+    pictures: Sequence[PicturePlace] = (),
 ) -> list[Hashable]:
     """What the model is given for these tokens, for some of which embeddings may stand."""
     given: list[Hashable] = list(token_ids)
     if embeds is not None:
         given[: len(embeds)] = [("embedding", *row.tolist()) for row in embeds]
-    for content_hash, first, number in pictures:
-        given[first : first + number] = [(content_hash, i) for i in range(number)]
+    for content_hash, first, number, breaks in pictures:
+        for i in (i for i in range(number) if i not in breaks):
+            given[first + i] = (content_hash, i)
     return given
 
 
-def make_pictures(prompt: list[int], *spans: tuple[int, int, int]) -> PromptPictures:
-    """Pictures that stand in a prompt, of (first token, number of tokens, which one it is)."""
+def make_pictures(
+    prompt: list[int], *spans: tuple[int, int, int], row: int | None = None
+) -> PromptPictures:
+    """Pictures that stand in a prompt, of (first token, number of tokens, which one it is).
+
+    `row`: every so many of their tokens, the last one has no embedding.
+    """
     pictures = [
         Picture(
             patches=np.full((number, 1), content, np.float32),
             grid=(1, 1, number),
             num_tokens=number,
+            breaks=() if row is None else tuple(range(row - 1, number, row)),
             content_hash=b"%032d" % content,
         )
         for _, number, content in spans
@@ -563,10 +573,10 @@ class FakeRunner:
 
     def _encode(self, plan: StepPlan) -> None:
         for picture, rows in plan.encodes:
-            assert 0 not in rows and len(set(rows.tolist())) == len(rows) == picture.num_tokens
-            self._picture_rows.update(
-                {row: (picture.content_hash, i) for i, row in enumerate(rows.tolist())}
-            )
+            taken = {row: i for i, row in enumerate(rows.tolist()) if row}
+            assert len(rows) == picture.num_tokens and len(taken) == picture.num_embeddings
+            assert not set(taken.values()) & set(picture.breaks)
+            self._picture_rows.update({row: (picture.content_hash, i) for row, i in taken.items()})
             self.encoded.append(picture.content_hash)
 
     def _check_pictures(self, plan: StepPlan) -> None:
@@ -575,14 +585,17 @@ class FakeRunner:
         for row, offset, rows in plan.picture_tokens:
             for i, picture_row in enumerate(rows.tolist()):
                 assert (row, offset + i) not in read
-                read[row, offset + i] = self._picture_rows[picture_row]
+                if picture_row:
+                    read[row, offset + i] = self._picture_rows[picture_row]
         wanted = {}
         for row, slot_id in enumerate(plan.slots):
             start, end = plan.starts[row], plan.starts[row] + plan.num_tokens[row]
-            for content_hash, first, number in self._slots[slot_id].admission.fields["pictures"]:
+            places = self._slots[slot_id].admission.fields["pictures"]
+            for content_hash, first, number, breaks in places:
                 assert not (self.whole_pictures and start < end and first < end < first + number)
                 for position in range(max(start, first), min(end, first + number)):
-                    wanted[row, position - start] = (content_hash, position - first)
+                    if position - first not in breaks:
+                        wanted[row, position - start] = (content_hash, position - first)
         assert read == wanted
 
     def _check_rows(self, plan: StepPlan) -> None:

@@ -205,6 +205,48 @@ def gemma4_config(
     )
 
 
+MISTRAL_IMAGE, MISTRAL_BREAK, MISTRAL_END = 296, 297, 298
+MISTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+MISTRAL_SIDE = 12  # pixels of a square of patches that becomes one embedding
+
+
+def mistral3_config(
+    *, text: dict[str, Any] | None = None, **vision: Any
+) -> transformers.PretrainedConfig:
+    """The decoder of Ministral 3, whose queries are scaled by their position, or with `text` on top; `vision` too."""
+    tower = {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 240,
+        "patch_size": 6,
+        "hidden_act": "silu",
+    }
+    decoder = {
+        "model_type": "ministral3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "rope_parameters": dense_families.growing(dense_families.YARN, 0.2, 32),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return transformers.Mistral3Config(
+        text_config=decoder | (text or {}),
+        vision_config=tower | vision,
+        image_token_index=MISTRAL_IMAGE,
+        multimodal_projector_bias=True,
+        tie_word_embeddings=False,
+    )
+
+
 def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) -> Path:
     """Write a random model of a config for pictures and text."""
     import torch
@@ -215,7 +257,7 @@ def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) 
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif "norm" in name or "ln_q" in name:
+            elif "norm" in name or "ln_q" in name or "ln_pre" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             elif "embed_tokens" in name or "position_embedding" in name or "pos_embed" in name:
                 parameter.normal_(0, 0.3)
@@ -237,8 +279,10 @@ def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) 
 
 
 def save_tokenizer(folder: str | Path) -> None:
-    """A byte-level one, whose tokens are none of those that stand for pictures."""
+    """A byte-level one, whose tokens are none of those that stand for pictures, but for those of Mistral 3."""
     tokenizer = train_byte_level_bpe(["0 seconds"], vocab_size=270, min_frequency=1)
+    unused = [f"<unused {i}>" for i in range(tokenizer.get_vocab_size(), MISTRAL_IMAGE)]
+    tokenizer.add_special_tokens([*unused, *MISTRAL_TOKENS])
     write_tokenizer(Path(folder), tokenizer)
 
 
@@ -327,5 +371,37 @@ def gemma4_logits(
     given["mm_token_type_ids"] = (given["input_ids"] == GEMMA_IMAGE).int()
     if pictures:
         given |= gemma4_values(config, pictures)
+    with torch.no_grad():
+        return model(**given).logits[0].numpy()
+
+
+def mistral3_values(config: Any, pictures: list[Picture]) -> dict[str, Any]:
+    """What transformers' Mistral 3 takes for pictures, padded to the largest. config: of our tower."""
+    import torch
+
+    size, merge = config.patch_size, config.merge_size
+    arrays = []
+    for picture in pictures:
+        _, height, width = picture.grid
+        blocks = (height // merge, width // merge, merge, merge, 3, size, size)
+        values = picture.patches.reshape(blocks).transpose(4, 0, 2, 5, 1, 3, 6)
+        arrays.append(values.reshape(3, height * size, width * size))
+    sizes = np.array([array.shape[1:] for array in arrays])
+    padded = []
+    for array, own in zip(arrays, sizes, strict=True):
+        missing = sizes.max(axis=0) - own
+        padded.append(np.pad(array, ((0, 0), (0, missing[0]), (0, missing[1]))))
+    return {"pixel_values": torch.tensor(np.stack(padded)), "image_sizes": torch.tensor(sizes)}
+
+
+def mistral3_logits(
+    model: Any, config: Any, token_ids: list[int], pictures: list[Picture]
+) -> np.ndarray:
+    """float32[T, V] of transformers' Mistral 3. config: of our tower."""
+    import torch
+
+    given: dict[str, Any] = {"input_ids": torch.tensor([token_ids])}
+    if pictures:
+        given |= mistral3_values(config, pictures)
     with torch.no_grad():
         return model(**given).logits[0].numpy()

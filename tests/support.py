@@ -70,6 +70,7 @@ PICTURE_FAMILIES = {
     "qwen3_5_moe": "Qwen3.5 with experts",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4",
+    "mistral3": "Mistral Small 3.1, 3.2, Ministral 3",
 }
 _DENSE = "tests.end_to_end.test_dense_families"
 _EXPERTS = "tests.end_to_end.test_experts"
@@ -101,20 +102,21 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "int8 KV": (f"{_SHARED}=quantised pool",),
 }
 _SEEN = "tests.models.test_qwen_vl"
-_GEMMAS_SEEN = ("tests.models.test_gemma3_pictures", "tests.models.test_gemma4_pictures")
-_TOKENS_SEEN = (
-    "tests.end_to_end.test_pictures:test_greedy_tokens_equal_transformers",
-    "tests.end_to_end.test_gemma3_pictures:test_greedy_tokens_equal_transformers",
-    "tests.end_to_end.test_gemma4_pictures:test_greedy_tokens_equal_transformers",
+_OTHERS_SEEN = tuple(
+    f"tests.models.test_{family}_pictures" for family in ("gemma3", "gemma4", "mistral3")
+)
+_TOKENS_SEEN = tuple(
+    f"tests.end_to_end.test_{family}pictures:test_greedy_tokens_equal_transformers"
+    for family in ("", "gemma3_", "gemma4_", "mistral3_")
 )
 PICTURE_FEATURES: dict[str, tuple[str, ...]] = {
     "embeddings of pictures": tuple(
         f"{module}:test_embeddings_of_a_picture_are_those_of_transformers"
-        for module in (_SEEN, *_GEMMAS_SEEN)
+        for module in (_SEEN, *_OTHERS_SEEN)
     ),
     "of videos": (f"{_SEEN}:test_embeddings_of_a_video_are_those_of_transformers",),
     "logits": tuple(
-        f"{module}:test_logits_are_those_of_transformers" for module in (_SEEN, *_GEMMAS_SEEN)
+        f"{module}:test_logits_are_those_of_transformers" for module in (_SEEN, *_OTHERS_SEEN)
     ),
     "tokens with pictures": tuple(f"{test}=pictures" for test in _TOKENS_SEEN),
     "with videos": tuple(f"{test}=videos" for test in _TOKENS_SEEN),

@@ -203,6 +203,8 @@ def test_a_quant_policy_that_is_none_is_refused():
         {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 4}},
         {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 4}},
         {"speculative_config": {"model": "draft", "num_speculative_tokens": 0}},
+        {"speculative_config": {"method": "mtp", "model": "", "num_speculative_tokens": 1}},
+        {"speculative_config": {"method": "mtp", "revision": "r", "num_speculative_tokens": 1}},
         {
             "speculative_config": {
                 "model": "draft",
@@ -272,6 +274,17 @@ def test_prompt_lookup_has_the_names_that_it_has_in_vllm(names):
     config = SpeculativeConfig(num_speculative_tokens=4, **names)
     assert config == SpeculativeConfig(num_speculative_tokens=4)
     assert config.with_local_files() is config
+
+
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"])
+def test_an_mtp_layer_comes_with_the_model_or_another_one(method, tmp_path):
+    """Under its older names in vLLM too."""
+    config = SpeculativeConfig(num_speculative_tokens=1, method=method)
+    assert config == SpeculativeConfig(num_speculative_tokens=1, method="mtp")
+    assert config.with_local_files() is config
+    (tmp_path / "config.json").write_text("{}")
+    other = dataclasses.replace(config, model=str(tmp_path))
+    assert other.with_local_files() == other
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", *HEADS])

@@ -39,8 +39,8 @@ def test_cases_are_chosen_by_their_kind():
     assert support.tested((f"{test}=videos",)) == set()
 
 
-# Of models that take pictures, where only the text part is served: test_mistral3.py and test_gemma4.py of models.
-TEXT_ONLY = {"Mistral3ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"}
+# Of models that take pictures, where only the text part is served: test_gemma4.py of models.
+TEXT_ONLY = {"Gemma4UnifiedForConditionalGeneration"}
 # Two names of a model without pictures, and two rows for an architecture.
 ALIKE = {"gemma4unified": "gemma4", "gemma4moe": "gemma4"}
 ALIKE |= dict.fromkeys(("granitehybrid", "granitehybridmoe"), "granitemoehybrid")

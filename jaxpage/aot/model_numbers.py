@@ -22,6 +22,7 @@ from jaxpage.aot.steps import (
     most_temp_bytes_of_layers,
 )
 from jaxpage.engine_spec import EngineSpec
+from jaxpage.models.config import EagleOptions
 from jaxpage.parallel.heads import share_heads
 from jaxpage.pool_choice import kv_groups
 from jaxpage.weights.spec import specs
@@ -39,8 +40,8 @@ def numbers_of_model(spec: EngineSpec) -> dict[str, Any]:
     has_own_head = spec.model.lm_head is not None or shares_head
     of_encoder = sum(weights[path] for path in weights if path.startswith(ENCODER))
     of_head = sum(weights[path] for path in weights if path.startswith(HEAD))
-    # A step reads only a few rows of an embedding that is not tied to the head. An EAGLE head may have none, and
-    # knows fewer tokens.
+    # A step reads only a few rows of an embedding that is not tied to the head. A head may have none, and knows
+    # fewer tokens.
     has_embedding = has_own_head and EMBEDDING in described
     embedding = weights[EMBEDDING] if has_embedding else 0
     num_known = model.vocab_size if model.eagle is None else model.eagle.vocab_size  # 0: shared
@@ -116,7 +117,7 @@ def numbers_of_drafts(spec: EngineSpec) -> dict[str, Any] | None:
         model["num_parameters"] = sum(each.num_weights for each in parameters)
         model["block_bytes"] = own.block_bytes
         eagle = own.model.config.eagle
-        model["is_head"] = eagle is not None
+        model["kind"] = _kind(eagle)
         if eagle is not None and not eagle.has_head:
             model |= _with_head_of(model, numbers_of_model(spec))
         model["no_kernel_reason"] = own.no_kernel_reason
@@ -127,8 +128,15 @@ def numbers_of_drafts(spec: EngineSpec) -> dict[str, Any] | None:
     }
 
 
+def _kind(eagle: EagleOptions | None) -> str:
+    """What drafts, in words."""
+    if eagle is None:
+        return "a model"
+    return "an EAGLE head" if eagle.mtp_layer is None else "the MTP layer"
+
+
 def _with_head_of(drafts: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """What changes in the numbers of an EAGLE head that uses the LM head of the model."""
+    """What changes in the numbers of a head that uses the LM head of the model."""
     head = {name: model[name] for name in ("head_bytes", "head_flops")}
     return head | {
         "bytes_per_step": drafts["bytes_per_step"] + head["head_bytes"],

@@ -248,9 +248,8 @@ def _drafts(measured: dict[str, Any]) -> list[str]:
         return [f"{begin} prompt lookup"]
     share = model["block_bytes"] / measured["block_bytes"]
     reason = model["no_kernel_reason"]
-    what = "an EAGLE head" if model["is_head"] else "a model"
     return [
-        f"{begin} {what} of {model['num_parameters'] / 1e9:.2f} G parameters: "
+        f"{begin} {model['kind']} of {model['num_parameters'] / 1e9:.2f} G parameters: "
         f"{model['weight_bytes'] / GIB:.2f} GiB of the weights, {share:.0%} of a KV block"
         + (f"; its attention is plain XLA: {reason}" if reason else "")
     ]

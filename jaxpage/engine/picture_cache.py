@@ -32,7 +32,7 @@ class PictureCache:
         self.num_encoded = 0  # pictures, since start
         self._budget, self._whole = budget, whole
         self._free = list(range(num_rows - 1, NULL_ROW, -1))
-        # Content hash -> int32[num_tokens] rows; the least recently used first.
+        # Content hash -> int32[num_tokens] rows, the null row at breaks; the least recently used first.
         self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._wanted: Counter[bytes] = Counter()  # content hash -> unfinished requests with it
         self._halfway: dict[Sequence, bytes] = {}  # pictures that are computed in part
@@ -42,9 +42,9 @@ class PictureCache:
     def check(self, request: Request) -> None:
         """Raise ValueError for a request with a picture that can never fit."""
         for picture in () if request.pictures is None else request.pictures.pictures:
-            if picture.num_tokens > self.num_rows:
+            if picture.num_embeddings > self.num_rows:
                 raise ValueError(
-                    f"a picture takes {picture.num_tokens} embeddings, but mm_encoder_cache_bytes holds "
+                    f"a picture takes {picture.num_embeddings} embeddings, but mm_encoder_cache_bytes holds "
                     f"{self.num_rows}; make the picture smaller, or raise mm_encoder_cache_bytes"
                 )
             if self._whole and picture.num_tokens > self._budget:
@@ -95,7 +95,7 @@ class PictureCache:
         """The plan will not be launched: forget the pictures that it would have encoded."""
         for picture, rows in plan.encodes:
             del self._rows[picture.content_hash]
-            self._free += rows.tolist()
+            self._free += _taken(rows)
             self.num_encoded -= 1
 
     def may_begin(self, sequence: Sequence, start: int) -> bool:
@@ -115,7 +115,7 @@ class PictureCache:
         return next((first + number - start for _, first, number in spans), 1)
 
     def rows(self, picture: Picture) -> np.ndarray:
-        """int32[num_tokens]: the rows of a picture that `reach` has just included in the plan."""
+        """int32[num_tokens]: the rows of a picture that `reach` has just included in the plan, null rows at breaks."""
         return self._rows[picture.content_hash]
 
     def release(self, sequence: Sequence) -> None:
@@ -125,24 +125,28 @@ class PictureCache:
     def forget_all(self) -> None:
         """Evict all pictures, because a step failed or the weights change."""
         for rows in self._rows.values():
-            self._free += rows.tolist()
+            self._free += _taken(rows)
         self._rows.clear()
         self._halfway.clear()
 
     def _may_encode(self, picture: Picture) -> bool:
-        if picture.num_tokens > self._left and self._left < self._budget:
+        if picture.num_embeddings > self._left and self._left < self._budget:
             return False
-        room = len(self._free) + sum(len(self._rows[key]) for key in self._evictable())
-        return picture.num_tokens <= room
+        room = len(self._free) + sum(
+            int(np.count_nonzero(self._rows[key] != NULL_ROW)) for key in self._evictable()
+        )
+        return picture.num_embeddings <= room
 
     def _encode(self, plan: StepPlan, picture: Picture) -> None:
         victims = iter(self._evictable())
-        while len(self._free) < picture.num_tokens:
-            self._free += self._rows.pop(next(victims)).tolist()
-        taken = [self._free.pop() for _ in range(picture.num_tokens)]
-        rows = self._rows[picture.content_hash] = np.array(taken, np.int32)
+        while len(self._free) < picture.num_embeddings:
+            self._free += _taken(self._rows.pop(next(victims)))
+        rows = np.full(picture.num_tokens, NULL_ROW, np.int32)
+        others = np.delete(np.arange(picture.num_tokens), picture.breaks)
+        rows[others] = [self._free.pop() for _ in range(picture.num_embeddings)]
+        self._rows[picture.content_hash] = rows
         plan.encodes.append((picture, rows))
-        self._left -= picture.num_tokens
+        self._left -= picture.num_embeddings
         self.num_encoded += 1
 
     def _evictable(self) -> list[bytes]:
@@ -150,3 +154,8 @@ class PictureCache:
         needed = self._in_plan.union(self._halfway.values())
         found = [key for key in self._rows if key not in needed]
         return sorted(found, key=lambda key: key in self._wanted)
+
+
+def _taken(rows: np.ndarray) -> list[int]:
+    """The rows that belong to a picture."""
+    return rows[rows != NULL_ROW].tolist()

@@ -161,7 +161,7 @@ class RecurrentLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions:
-    """What only EAGLE heads have, see `models.eagle3` and `models.eagle`."""
+    """What only EAGLE heads have, see `models.eagle3` and `models.eagle`, and MTP layers, see `models.mtp`."""
 
     # Of the engine's model, whose inputs are read; (): its final hidden states are.
     layers: tuple[int, ...]
@@ -177,6 +177,7 @@ class EagleOptions:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mtp_layer: int | None = None  # its number in the checkpoint, if the head is an MTP layer
 
 
 class KVHeads(NamedTuple):

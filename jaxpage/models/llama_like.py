@@ -70,7 +70,7 @@ _TEXT_CONFIGS = {"mistral": decoder_config, "ministral3": ministral3_config}
 
 
 def mistral3_config(
-    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
     """ModelConfig of the text part of a Mistral3ForConditionalGeneration: Mistral Small 3.1 and 3.2, Ministral 3.
 
@@ -84,4 +84,4 @@ def mistral3_config(
             f"{architecture} with a text_config of model_type {text.model_type!r}; supported are {known}"
         )
     make = _TEXT_CONFIGS[text.model_type]
-    return make(text, dtype=dtype, max_model_len=max_model_len, architecture=architecture)
+    return make(text, dtype=dtype, max_model_len=max_model_len, architecture=architecture, **facts)

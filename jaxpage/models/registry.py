@@ -64,6 +64,7 @@ from jaxpage.models.mixtures import (
     qwen2_moe_config,
     qwen3_moe_config,
 )
+from jaxpage.models.mtp import mtp_experts, mtp_name
 from jaxpage.models.nemotron_h import (
     nemotron_h,
     nemotron_h_config,
@@ -71,6 +72,7 @@ from jaxpage.models.nemotron_h import (
     nemotron_h_parts,
 )
 from jaxpage.models.olmo import exaone4_config, olmo, post_norm
+from jaxpage.models.pixtral import mistral3_pictures_config, mistral3_with_pictures
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
 from jaxpage.models.qwen3_5 import (
     fused_delta_nets,
@@ -114,6 +116,7 @@ from jaxpage.models.starcoder2 import nemotron, nemotron_config, starcoder2, sta
 from jaxpage.pictures.border import PictureProcessor
 from jaxpage.pictures.gemma3 import gemma3_processor
 from jaxpage.pictures.gemma4 import gemma4_processor
+from jaxpage.pictures.pixtral import pixtral_processor
 from jaxpage.pictures.qwen3_vl import qwen3_vl_processor
 from jaxpage.pictures.qwen_vl import qwen2_5_vl_processor
 from jaxpage.pictures.settings import read_settings
@@ -237,9 +240,12 @@ REGISTRY: dict[str, Family] = {
     ),
     "Ministral3ForCausalLM": Family(config_from_hf=ministral3_config),
     "MinistralForCausalLM": Family(),
-    # Without its pictures.
     "Mistral3ForConditionalGeneration": Family(
-        config_from_hf=mistral3_config, tensor_name=text_part
+        config_from_hf=mistral3_pictures_config,
+        module=mistral3_with_pictures,
+        tensor_name=text_and_pictures,
+        processor=pixtral_processor,
+        text_only=Family(config_from_hf=mistral3_config, tensor_name=text_part),
     ),
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(config_from_hf=mixtral_config, weight_map=mixtral_experts),
@@ -364,6 +370,8 @@ def naming_of(config: ModelConfig) -> Naming:
 
 def _family_of(config: ModelConfig) -> Family:
     if config.eagle is not None:
+        if (layer := config.eagle.mtp_layer) is not None:
+            return Family(weight_map=mtp_experts, tensor_name=partial(mtp_name, layer))
         return _EAGLE_3 if config.eagle.has_head else _EAGLE
     found = REGISTRY[config.architecture]
     return found.text_only or found if config.vision is None else found

@@ -27,7 +27,7 @@ class Picture:
 
     patches: np.ndarray  # float32[P, patch_values], in the encoder's order
     grid: tuple[int, int, int]  # (frames, height, width) in patches; their product is P
-    num_tokens: int  # embeddings that the encoder makes of it = placeholders in the prompt
+    num_tokens: int  # in the prompt: an embedding for each, `breaks` apart
     # Of the decoded pixels and of everything the processor was told; 32 bytes.
     content_hash: bytes
     second_per_grid: float | None = None  # of videos: seconds from one row of frames to the next
@@ -35,8 +35,15 @@ class Picture:
     # Of a video whose frames stand apart in prompts: each row of them as a picture of its own, and its time in seconds.
     frames: tuple[Picture, ...] = ()
     times: tuple[float, ...] = ()
+    # Which of its tokens, counted from its first, have no embedding of the encoder: they end rows, and are text.
+    breaks: tuple[int, ...] = ()
     # Parts of a picture that are shown beside it, each as a picture of its own; `num_tokens` is without them.
     crops: tuple[Picture, ...] = ()
+
+    @property
+    def num_embeddings(self) -> int:
+        """What the encoder makes of it."""
+        return self.num_tokens - len(self.breaks)
 
     @property
     def parts(self) -> tuple[Picture, ...]:
@@ -48,9 +55,9 @@ class Picture:
 class Expanded:
     """A prompt whose pictures have their placeholders."""
 
-    # Each picture's placeholder repeated `num_tokens` times, with what the family puts around it.
+    # Each picture's placeholder for each of its embeddings, with what the family puts between and around them.
     token_ids: list[int]
-    # (first placeholder, number of placeholders) of each part of each picture, in the order of the pictures.
+    # (first token, `num_tokens`) of each part of each picture, in the order of the pictures.
     spans: tuple[tuple[int, int], ...]
     positions: np.ndarray | None  # int32[3, T] of families with mrope, else None: 0 .. T - 1
     next_position: int  # of the first generated token; it is T where positions are None
@@ -99,6 +106,11 @@ class VisionConfig(Protocol):
         ...
 
     @property
+    def most_patches(self) -> int | None:
+        """Patches of the largest picture that the model knows, None if there is no such limit."""
+        ...
+
+    @property
     def bidirectional(self) -> bool:
         """Whether the tokens of a picture see each other in the decoder, so that all of them are computed together."""
         ...
@@ -115,7 +127,7 @@ class VisionConfig(Protocol):
         only. Raises ValueError if the picture has more patches.
 
         `visual(**inputs)` is [P // patches_per_token, embedding_size] in the model's dtype, in the order of the
-        placeholders. Rows from the picture's `num_tokens` on belong to padding; they are finite and mean nothing.
+        placeholders. Rows from the picture's `num_embeddings` on belong to padding; they are finite and mean nothing.
         Padding does not change the others.
         """
         ...

@@ -70,6 +70,10 @@ class SiglipConfig:
         return self.side**2
 
     @property
+    def most_patches(self) -> None:
+        return None
+
+    @property
     def bidirectional(self) -> bool:
         return True
 

@@ -66,6 +66,10 @@ class Gemma4VisionConfig:
         return None
 
     @property
+    def most_patches(self) -> None:
+        return None
+
+    @property
     def causal_without_window(self) -> bool:
         return True
 

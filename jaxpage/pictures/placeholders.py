@@ -1,19 +1,23 @@
-"""Placeholders in prompts: one for each picture becomes as many as it has embeddings."""
+"""Placeholders in prompts: one for each picture becomes as many as it has embeddings, and what stands between them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxpage.pictures.border import Picture
 
 
 def expand_placeholders(
-    token_ids: list[int], pictures: Sequence[Picture], ids: Mapping[str, int]
+    token_ids: list[int],
+    pictures: Sequence[Picture],
+    ids: Mapping[str, int],
+    tokens_of: Callable[[Picture], list[int]] | None = None,
 ) -> tuple[list[int], tuple[tuple[int, int], ...]]:
-    """The prompt with all placeholders, and (first, number) of those of each picture.
+    """The prompt with all placeholders, and (first token, number of tokens) of each picture.
 
-    `ids`: the placeholder of each kind. The pictures of one kind come in the order of the prompt, which has one
-    placeholder for each picture, or already all of them. Raises ValueError if the numbers do not match.
+    `ids`: the placeholder of each kind. `tokens_of`: all tokens of a picture, of which the first is a placeholder; by
+    default each is one. The pictures of one kind come in the order of the prompt, which has one placeholder for each
+    picture, or already all of them. Raises ValueError if the numbers do not match.
     """
     for picture in pictures:
         if picture.kind not in ids:
@@ -32,16 +36,20 @@ def expand_placeholders(
             index += 1
             continue
         which = waiting[kind].pop(0)
-        length = pictures[which].num_tokens
-        taken = 1 if once[kind] else length
-        if token_ids[index : index + taken] != [token_id] * taken:
+        picture = pictures[which]
+        whole = tokens_of(picture) if tokens_of else [token_id] * picture.num_tokens
+        is_there = token_ids[index : index + len(whole)] == whole
+        if not once[kind] and not is_there:
+            with_ends = " with the ends of its rows" if tokens_of else ""
             raise ValueError(
-                f"{kind} {which} has {length} embeddings, but fewer placeholders (token {token_id}) stand "
-                f"together from token {index} of the prompt on; give one placeholder for each {kind}"
+                f"{kind} {which} has {picture.num_embeddings} embeddings, but fewer placeholders (token {token_id}) "
+                f"stand together{with_ends} from token {index} of the prompt on; give one placeholder for each {kind}"
             )
-        spans[which] = (len(expanded), length)
-        expanded += [token_id] * length
-        index += taken
+        spans[which] = (len(expanded), len(whole))
+        expanded += whole
+        # A picture of one embedding may have all its tokens although each has one placeholder.
+        is_whole = is_there and (not once[kind] or picture.num_embeddings == 1)
+        index += len(whole) if is_whole else 1
     return expanded, tuple(spans)
 
 
@@ -53,7 +61,7 @@ def has_one_each(
     Raises ValueError if it has neither.
     """
     found = token_ids.count(token_id)
-    lengths = [picture.num_tokens for picture in pictures if picture.kind == kind]
+    lengths = [picture.num_embeddings for picture in pictures if picture.kind == kind]
     if found == len(lengths):
         return True
     if found == sum(lengths):

@@ -54,6 +54,10 @@ class Qwen25VisionConfig:
         return None
 
     @property
+    def most_patches(self) -> None:
+        return None
+
+    @property
     def bidirectional(self) -> bool:
         return False
 
@@ -87,7 +91,7 @@ class Qwen25VisionConfig:
         patch_order = (order[:, None] * group + np.arange(group)).reshape(-1)
         patches = np.zeros((padded_patches, self.patch_values), np.float32)
         np.take(picture.patches, patch_order, axis=0, out=patches[:num_patches])
-        rows, columns, frames = _places(picture.grid, self.merge_size)
+        rows, columns, frames = places_of(picture.grid, self.merge_size)
         places = np.zeros((2, padded_patches), np.int32)
         places[:, :num_patches] = rows[patch_order], columns[patch_order]
         back = np.arange(padded_patches // group, dtype=np.int32)
@@ -95,8 +99,8 @@ class Qwen25VisionConfig:
         return {
             "patches": patches,
             "places": places,
-            "windows": _padded(np.repeat(windows[order], group), padded_patches),
-            "frames": _padded(frames[patch_order], padded_patches),
+            "windows": padded(np.repeat(windows[order], group), padded_patches),
+            "frames": padded(frames[patch_order], padded_patches),
             "order": back,
         }
 
@@ -152,6 +156,10 @@ class Qwen3VisionConfig:
         return None
 
     @property
+    def most_patches(self) -> None:
+        return None
+
+    @property
     def bidirectional(self) -> bool:
         return False
 
@@ -172,7 +180,7 @@ class Qwen3VisionConfig:
         check_padding(picture, padded_patches, self.patches_per_token)
         patches = np.zeros((padded_patches, self.patch_values), np.float32)
         patches[:num_patches] = picture.patches
-        rows, columns, frames = _places(picture.grid, self.merge_size)
+        rows, columns, frames = places_of(picture.grid, self.merge_size)
         places = np.zeros((2, padded_patches), np.int32)
         places[:, :num_patches] = rows, columns
         _, height, width = picture.grid
@@ -186,7 +194,7 @@ class Qwen3VisionConfig:
         return {
             "patches": patches,
             "places": places,
-            "frames": _padded(frames, padded_patches),
+            "frames": padded(frames, padded_patches),
             "corners": corners,
             "shares": shares,
         }
@@ -229,7 +237,7 @@ def check_padding(picture: Picture, padded_patches: int, group: int) -> None:
         )
 
 
-def _places(grid: tuple[int, int, int], merge: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def places_of(grid: tuple[int, int, int], merge: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Row, column and frame of each patch, int[P], in the order of `Picture.patches`."""
     num_frames, height, width = grid
     shape = (height // merge, width // merge, merge, merge)
@@ -240,7 +248,8 @@ def _places(grid: tuple[int, int, int], merge: int) -> tuple[np.ndarray, np.ndar
     return np.tile(rows, num_frames), np.tile(columns, num_frames), frames
 
 
-def _padded(values: np.ndarray, size: int) -> np.ndarray:
-    padded = np.full(size, PADDING, np.int32)
-    padded[: len(values)] = values
-    return padded
+def padded(values: np.ndarray, size: int) -> np.ndarray:
+    """int32[size]: PADDING after the values."""
+    found = np.full(size, PADDING, np.int32)
+    found[: len(values)] = values
+    return found

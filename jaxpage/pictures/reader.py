@@ -72,7 +72,8 @@ class _Counted:
         if num_patches > reader.most_patches:
             raise ValueError(
                 f"it has {num_patches} patches, the largest encoder takes {reader.most_patches}; make it "
-                'smaller, or have pictures made smaller with mm_processor_kwargs={"max_pixels": ...}'
+                'smaller, or have pictures made smaller with mm_processor_kwargs, such as {"max_pixels": ...} of Qwen '
+                'and {"size": {"longest_edge": ...}} of Mistral'
             )
         self.num_tokens += sum(part.num_tokens for part in picture.parts)
         if self.num_tokens >= reader.most_tokens:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorSettings:
-    """Options of transformers' image and video processor under their names; empty where the files say nothing."""
+    """Options of transformers' processors under their names; empty where the files say nothing."""
 
     image: dict[str, Any]
     video: dict[str, Any]
+    # Of texts with pictures: what is in processor_config.json beside the two.
+    joint: dict[str, Any] = field(default_factory=dict)
 
 
 def read_settings(folder: str | Path) -> ProcessorSettings:
@@ -27,7 +29,12 @@ def read_settings(folder: str | Path) -> ProcessorSettings:
     image = nested.get("image_processor") or legacy
     # Released checkpoints without a file for videos mean the same for both.
     video = nested.get("video_processor") or _read(folder / "video_preprocessor_config.json")
-    return ProcessorSettings(image=image, video=legacy if video is None else video)
+    joint = {
+        key: value
+        for key, value in nested.items()
+        if key not in ("image_processor", "video_processor")
+    }
+    return ProcessorSettings(image=image, video=legacy if video is None else video, joint=joint)
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -43,12 +43,12 @@ def make_picture_spec(
     max_num_batched_tokens: int,
     has_positions: bool,
 ) -> PictureSpec:
-    """Encoder sizes in powers of two up to the largest that fits a prompt, or the family's only size; and a cache.
+    """Encoder sizes in powers of two up to the largest that fits a prompt and the model, or its only size; and a cache.
 
     Without `cache_bytes` the cache has room for several steps, and at least for the largest picture.
     """
     ratio = vision.patches_per_token
-    most = min(MOST_PATCHES, (max_model_len - 1) * ratio)
+    most = min(vision.most_patches or MOST_PATCHES, MOST_PATCHES, (max_model_len - 1) * ratio)
     sizes = [vision.num_patches or max(SMALLEST_PATCHES // ratio, 1) * ratio]
     while vision.num_patches is None and sizes[-1] < most:
         sizes.append(2 * sizes[-1])
@@ -72,10 +72,10 @@ def picture_fields(spec: PictureSpec | None, num_tokens: int) -> tuple[Field, ..
 
 
 def pack_encode(picture: Picture, rows: np.ndarray, spec: PictureSpec) -> Call:
-    """The call that encodes a picture into these rows of the cache."""
+    """The call that encodes a picture into these rows of the cache, of its tokens; the null row's have no embedding."""
     size = spec.size_for(len(picture.patches))
     destinations = np.zeros(size // spec.vision.patches_per_token, np.int32)
-    destinations[: len(rows)] = rows
+    destinations[: picture.num_embeddings] = rows[rows > 0]
     inputs = spec.vision.encoder_inputs(picture, size)
     return Call(encode_name(size), (destinations, *(inputs[name] for name in sorted(inputs))))
 

@@ -35,7 +35,15 @@ def abstract_model(
 
     Raises ValueError for what is not supported, and for another method than the checkpoint's.
     """
-    model = with_layers(hf_config, config, mesh, None)
+    return with_own_quantization(
+        with_layers(hf_config, config, mesh, None), hf_config, config, mesh
+    )
+
+
+def with_own_quantization(
+    model: CausalLM, hf_config: PretrainedConfig, config: ResolvedConfig, mesh: Mesh | None
+) -> tuple[CausalLM, str | None, Quantization | None]:
+    """The same of an abstract model of this checkpoint, in place."""
     quantization = _METHODS.get(config.quantization or "", config.quantization)
     found = quantization_of_checkpoint(model.config, hf_config, config.model)
     if quantization in ("int8", "dequantize"):  # of floats, which weights are dequantised to

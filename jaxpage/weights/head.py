@@ -1,4 +1,4 @@
-"""The abstract EAGLE head of a checkpoint.
+"""The abstract EAGLE head or MTP layer of a checkpoint.
 
 Knows config.json, which tensors there are, and the tensor that says which tokens the head knows. Reads no other.
 """
@@ -8,12 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax.sharding import Mesh
+
 from jaxpage.eagle_config import HEADS, LAYERS
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.eagle import FirstEagleHead, eagle_config
 from jaxpage.models.eagle3 import MAP, EagleHead, check_map, eagle3_config, eagle3_name
+from jaxpage.models.mtp import MTPHead, mtp_config
+from jaxpage.weights.abstract import with_own_quantization
 from jaxpage.weights.load import quantization_config_of
+from jaxpage.weights.orbax import find_tree
 from jaxpage.weights.safetensors import INDEX, SINGLE, StoredTensor, open_checkpoint
 
 if TYPE_CHECKING:
@@ -53,6 +58,23 @@ def abstract_head(
         if eagle3_name(name) == MAP:
             check_map(tensor.read(), vocab_size=min(head.vocab_size, target.vocab_size))
     return EagleHead(head)
+
+
+def abstract_mtp_layer(
+    hf_config: PretrainedConfig, config: ResolvedConfig, target: ModelConfig, mesh: Mesh | None
+) -> tuple[CausalLM, str | None]:
+    """The MTP layer in the folder `config.model` for the model `target`, quantised as it is there, and by which method.
+
+    Raises ValueError for a checkpoint without one, and for what is not supported.
+    """
+    head = MTPHead(mtp_config(hf_config, target, tensors=_tensors(config.model)))
+    if find_tree(config.model) is not None:
+        raise ValueError(
+            f"{config.model} is an Orbax checkpoint, and MTP layers are read from safetensors only; give a checkpoint "
+            "in safetensors as model of speculative_config"
+        )
+    _, quantization, _ = with_own_quantization(head, hf_config, config, mesh)
+    return head, quantization
 
 
 def _tensors(folder: str) -> dict[str, StoredTensor] | None:

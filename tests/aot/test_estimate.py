@@ -277,7 +277,7 @@ OF_DRAFTS = {
     "layer_block_bytes": 10**4,
     "block_bytes": 10**5,
     "num_parameters": GB // 4,
-    "is_head": False,
+    "kind": "a model",
     "no_kernel_reason": None,
 }
 LOOKUP = {"num_tokens": 4, "forward": "forward T=512", "model": None}
@@ -340,7 +340,7 @@ def test_what_drafts_cost_is_shown():
     step, plain = (decode_step(each, 1, 1000).total for each in (found, measured()))
     gain = f"a row 1 to 5 tokens; drafts pay if these are more than {step / plain:.2f} at 1 x 1000"
     assert gain in text and f"({plain:.2f} ms without drafts)" in text
-    head = measured(drafts=LOOKUP | {"model": OF_DRAFTS | {"is_head": True}})
+    head = measured(drafts=LOOKUP | {"model": OF_DRAFTS | {"kind": "an EAGLE head"}})
     assert "by an EAGLE head of 0.25 G parameters" in show(head, estimate(head))
     lookup = measured(drafts=LOOKUP)
     text = show(lookup, estimate(lookup))

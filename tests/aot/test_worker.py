@@ -127,6 +127,29 @@ def test_a_head_of_the_first_eagle_reads_the_lm_head_of_the_model(tmp_path):
     assert model["bytes_per_step"] == model["flops_per_token"] == 2 * floats + head
 
 
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_an_mtp_layer_has_the_experts_of_a_layer_of_the_model(num_devices, tmp_path):
+    """That of DeepSeek-V3, whose sizes are transformers' defaults."""
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    config |= {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+    (tmp_path / "deepseek.json").write_text(json.dumps(config))
+    options = {"method": "deepseek_mtp", "num_speculative_tokens": 1}
+    path = str(tmp_path / "deepseek.json")
+    spec = spec_with_drafts(tmp_path, num_devices, model=path, speculative_config=options)
+    found = numbers_of_drafts(spec)
+    assert found is not None
+    model, size, expert = found["model"], 7168, 3 * 2048 * 7168
+    attention = 1536 * (size + 128 * 192) + 512 * 128 * 256 + size * (512 + 64 + 128 * 128)
+    norms = 5 * size + 1536 + 512
+    others = attention + norms + 2 * size * size + 256 * (size + 1)  # with the router
+    assert model["num_parameters"] == others + (256 + 1) * expert
+    head = 129_280 * size // num_devices
+    assert model["head_flops"] == 2 * head
+    assert model["flops_per_token"] == 2 * (others + (8 + 1) * expert) // num_devices + 2 * head
+    assert model["block_bytes"] == spec.block_bytes // 3
+    assert model["kind"] == "the MTP layer"
+
+
 def test_prompt_lookup_has_drafts_without_a_model(tmp_path):
     speculative = {"method": "ngram", "num_speculative_tokens": 7}
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512}

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests import checkpoints, picture_models
-from tests.end_to_end import test_gemma3_pictures, test_gemma4_pictures, test_pictures
+from tests.end_to_end import (
+    test_gemma3_pictures,
+    test_gemma4_pictures,
+    test_mistral3_pictures,
+    test_pictures,
+)
 from tests.end_to_end.test_tensor_parallel import (
     NOT_OF_RECURRENT,
     PREEMPTED,
@@ -32,6 +37,7 @@ FAMILIES = {
     "qwen3_5_moe": (picture_models.qwen3_5_moe_config, test_pictures),
     "gemma3": (picture_models.gemma3_config, test_gemma3_pictures),
     "gemma4": (picture_models.gemma4_config, test_gemma4_pictures),
+    "mistral3": (picture_models.mistral3_config, test_mistral3_pictures),
 }
 FEW_BLOCKS = 60  # for the longest prompt, its answer and little else
 MAX_TOKENS = 64

@@ -16,9 +16,10 @@ from tests.fakes import FakeMaskSource, make_pictures, make_request
 PROMPT = [1, 2, *[0] * 9, 3, 4, 5]  # a picture of 9 tokens from the third on
 
 
-def seeing(request_id, *spans, prompt=PROMPT, **options):
+def seeing(request_id, *spans, prompt=PROMPT, row=None, **options):
     """A request with pictures, of (first token, number of tokens, which one it is)."""
-    return make_request(request_id, prompt, pictures=make_pictures(prompt, *spans), **options)
+    pictures = make_pictures(prompt, *spans, row=row)
+    return make_request(request_id, prompt, pictures=pictures, **options)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -150,6 +151,17 @@ def test_a_picture_that_never_fits_is_refused():
     assert not engine.has_unfinished_requests()
 
 
+def test_tokens_that_end_rows_stay_text_and_take_no_room():
+    """Of 9 tokens in rows of 3, in chunks of 4: 6 embeddings, in a cache of as many."""
+    engine = make_engine(picture_rows=6, max_num_batched_tokens=4)
+    requests = [seeing(str(i), (2, 9, i), row=3, max_tokens=4) for i in range(2)]
+    run(engine, *requests)
+    assert_expected(engine, *requests)
+    assert len(engine.runner.encoded) == 2
+    with pytest.raises(ValueError, match="7 embeddings.*holds 6"):
+        engine.add(seeing("a", (2, 9, 1), row=4))
+
+
 def test_a_failed_launch_leaves_nothing_that_counts_as_encoded():
     engine = make_engine(picture_rows=20, fail_launch=(0,))
     lost = seeing("lost", (2, 9, 1), max_tokens=2)
@@ -272,7 +284,9 @@ def answer_a_long_prompt(seed: int) -> None:
     assert_expected(engine, masked, request)
 
 
-each_kind = pytest.mark.parametrize("kind", ["usual", "whole pictures", "recurrent state"])
+each_kind = pytest.mark.parametrize(
+    "kind", ["usual", "whole pictures", "recurrent state", "ends of rows"]
+)
 
 
 @each_kind
@@ -319,7 +333,8 @@ def answer_anything(seed: int, kind: str) -> None:
         params = {"max_tokens": int(rng.integers(1, 7)), "n": int(rng.integers(1, 3)), "seed": i}
         if rng.integers(3) == 0:  # some wait for their masks while others go on
             params["mask_source"] = FakeMaskSource(i, (int(rng.integers(-1, 3)),))
-        requests.append(seeing(str(i), *spans, prompt=prompt, **params))
+        row = 2 if kind == "ends of rows" else None
+        requests.append(seeing(str(i), *spans, prompt=prompt, row=row, **params))
     for request in requests:
         engine.add(request)
         if rng.integers(2):

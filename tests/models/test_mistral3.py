@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and 3.2 and Ministral 3 are released as models for pictures and text; their text part is served."""
+"""Mistral Small 3.1 and 3.2 and Ministral 3, which are released as models for pictures and text: the text part."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from jaxpage import SamplingParams
 from jaxpage.models.registry import build
 from jaxpage.weights.convert import convert
 from jaxpage.weights.load import load
+from jaxpage.weights.save import save
+from jaxpage.weights.spec import variables
 from tests import checkpoints, picture_models
 from tests.dense_families import DEFAULT, YARN, growing
 from tests.models import test_families as families
@@ -82,14 +84,6 @@ def test_logits_of_text_are_those_of_transformers(path, tmp_path):
     np.testing.assert_array_equal(families.logits(families.loaded(other), token_ids), found)
 
 
-@pytest.mark.slow
-def test_pictures_are_refused(path):
-    llm = checkpoints.make_llm(path, enforce_eager=True)
-    prompt = {"prompt_token_ids": [5, 10, 6], "multi_modal_data": {"image": np.zeros((28, 28, 3))}}
-    with pytest.raises(ValueError, match="not for this model, which takes text only"):
-        llm.generate(prompt, use_tqdm=False)
-
-
 def static_fp8(layer: str, weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """As Ministral 3 is released: a scale for each layer, and one of its inputs, which is not used."""
     values, scales, meaning = float8(weight, weight.shape, np.float32)
@@ -149,5 +143,18 @@ def test_only_the_text_part_can_be_converted(tmp_path):
     path = picture_models.save(config("mistral"), tmp_path / "mistral3", seed="convert")
     with pytest.raises(ValueError, match="only the text part of it can be converted"):
         convert(path, tmp_path / "orbax")
-    model = build(checkpoints.config(path), dtype="float32")
+    model = build(checkpoints.config(path), dtype="float32", pictures=False)
     assert load(model, path, use_tqdm=False).config.vision is None
+
+
+def test_what_was_saved_is_loaded_with_its_encoder(tmp_path):
+    path = picture_models.save(config("mistral"), tmp_path / "mistral3", seed="saved")
+    model = build(checkpoints.config(path), dtype="float32")
+    stored = variables(load(model, path, use_tqdm=False))
+    save(model, tmp_path / "saved", files=path, format="safetensors")
+    again = build(checkpoints.config(tmp_path / "saved"), dtype="float32")
+    found = variables(load(again, tmp_path / "saved", use_tqdm=False))
+    assert found.keys() == stored.keys()
+    assert sum(name.startswith("visual.") for name in found) == 15
+    for name, variable in found.items():
+        np.testing.assert_array_equal(variable.get_value(), stored[name].get_value())

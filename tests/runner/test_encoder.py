@@ -45,6 +45,16 @@ def test_sizes_are_powers_of_two_up_to_the_longest_prompt():
         make_spec().size_for(2049)
 
 
+def test_sizes_end_with_the_largest_picture_that_the_model_knows():
+    def sizes(**options) -> tuple[int, ...]:
+        vision = dataclasses.replace(FakeVision(4), **options)
+        limits = {"max_num_batched_tokens": 64, "has_positions": False, "cache_bytes": None}
+        return make_picture_spec(vision, row_bytes=32, max_model_len=10**6, **limits).sizes
+
+    assert sizes(most_patches=1000)[-1] == sizes(most_patches=1024)[-1] == 1024
+    assert sizes(most_patches=10**6) == sizes()
+
+
 def test_the_cache_has_room_for_the_largest_picture_unless_the_user_says():
     assert make_spec(length=300).num_rows == 4 * 300 + 1
     assert make_spec(length=10**6).num_rows == 4 * 10**6 + 1
@@ -60,6 +70,13 @@ def test_a_picture_is_padded_and_its_padding_goes_to_the_null_row():
     assert patches.shape == (256, 3) and not patches[24:].any()
     (shape,) = abstract_inputs(FakeVision(4), 256).values()
     assert (shape.shape, shape.dtype) == (patches.shape, patches.dtype)
+
+
+def test_the_embeddings_of_a_picture_skip_the_tokens_that_end_its_rows():
+    picture = dataclasses.replace(FakeProcessor().image(pixels(1)), num_tokens=8, breaks=(3, 7))
+    assert picture.num_embeddings == 6
+    call = pack_encode(picture, np.array([9, 3, 4, 0, 5, 6, 7, 0], np.int32), make_spec())
+    assert call.buffers[0].tolist() == [9, 3, 4, 5, 6, 7] + [0] * 58
 
 
 def test_embeddings_go_to_their_rows_and_from_there_to_their_tokens():

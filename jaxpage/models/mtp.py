@@ -1,0 +1,161 @@
+"""Multi-token prediction: the layer behind the last one of a checkpoint, which guesses the token after the next one
+(DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `DeepSeekMTP`, SGLang's `DeepseekModelNextN`).
+
+Like heads of EAGLE (see `models.eagle`) it reads pairs of an embedding and a hidden state. The model's are taken after
+its final norm. Where there are none yet, the layer's own take their place, after the norm of its `shared_head`, as its
+LM head reads them; so do SGLang and vLLM, but for vLLM's `Glm4MoeMTP`, which takes them before it. Embedding and LM
+head are the model's; checkpoints have copies of both in the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpage.models.attention import Attention
+from jaxpage.models.config import EagleOptions, ModelConfig
+from jaxpage.models.decoder import CausalLM, DecoderLayer, hidden_norm
+from jaxpage.models.inputs import ForwardInput
+from jaxpage.models.layers import Linear, Normal, RMSNorm
+from jaxpage.models.rope import Rotation
+from jaxpage.models.sources import Place, layer_of, separate_experts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Of models whose checkpoints may have such a layer.
+ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+
+_COPIES = ("embed_tokens.", "shared_head.head.")
+
+
+class _SharedHead(nnx.Module):
+    """The norm before the LM head."""
+
+    def __init__(self, config: ModelConfig):
+        self.norm = hidden_norm(RMSNorm, config)
+
+
+class MTPLayer(DecoderLayer):
+    """A layer of the model with experts, between a map of pairs to its inputs and a norm."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, 0)
+        size = config.hidden_size
+        self.enorm = hidden_norm(RMSNorm, config)  # of embeddings
+        self.hnorm = hidden_norm(RMSNorm, config)  # of hidden states
+        self.eh_proj = Linear(
+            (size, 2 * size),
+            axes=("embed", "embed"),
+            bias=False,
+            init=Normal(config.initializer_range),
+            dtype=config.dtype,
+        )
+        self.shared_head = _SharedHead(config)
+
+    def guess(
+        self,
+        pairs: tuple[jax.Array, jax.Array],
+        rotation: Rotation,
+        attention: Attention,
+        is_token: jax.Array | None,
+    ) -> jax.Array:
+        """Hidden states [T, E] of pairs: embeddings and hidden states, both [T, E]."""
+        embeds, hidden = pairs
+        x = self.eh_proj(jnp.concatenate([self.enorm(embeds), self.hnorm(hidden)], axis=-1))
+        return self.shared_head.norm(self(x, rotation, attention, is_token))
+
+
+class _Decoder(nnx.Module):
+    def __init__(self, config: ModelConfig):
+        assert config.eagle is not None
+        # By its number, so that parameters have their names in the checkpoint, which its quantization_config knows.
+        self.layers = nnx.Dict({str(config.eagle.mtp_layer): MTPLayer(config)})
+
+
+class MTPHead(CausalLM):
+    """The MTP layer of a checkpoint as a head, see `eagle.FirstEagleHead`."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self.model = _Decoder(config)
+        self.lm_head = None
+
+    def features(self, hidden: jax.Array) -> jax.Array:
+        """The model's last hidden states [T, E], as they are."""
+        return hidden
+
+    def propose(
+        self, inputs: ForwardInput, features: jax.Array, embeds: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """As `eagle3.EagleHead.propose`; hidden states and features are the same."""
+        assert embeds is not None
+        # As in vLLM: the first pair of a sequence has no embedding.
+        embeds = jnp.where(inputs.positions[:, None] == 0, 0, embeds)
+        rope = self.config.ropes[0]
+        arrays = rope.arrays(inputs.positions, features.dtype, three=False)
+        rotation = Rotation(*arrays, rotate=inputs.rotate)
+        (layer,) = self.model.layers.values()
+        x = layer.guess((embeds, features), rotation, inputs.attention, inputs.is_token)
+        return x, x
+
+
+def mtp_config(
+    hf: PretrainedConfig, target: ModelConfig, *, tensors: Collection[str] | None
+) -> ModelConfig:
+    """The description of the MTP layer of a checkpoint with the config.json `hf`, for the model `target`.
+
+    tensors: the names in the checkpoint; None if there is none. Of several such layers it is the first, as in vLLM.
+    Raises ValueError if there is none, or if it is of another model.
+    """
+    if target.architecture not in ARCHITECTURES or target.experts is None:
+        raise ValueError(
+            f'method "mtp" is for {", ".join(ARCHITECTURES)} with experts, and the model is {target.architecture}'
+        )
+    architecture, layer = (hf.architectures or ["?"])[0], hf.num_hidden_layers
+    if (architecture, layer) != (target.architecture, target.num_layers):
+        raise ValueError(
+            f"{architecture} with {layer} layers has the MTP layer of another model than {target.architecture} with "
+            f"{target.num_layers}; leave model out to take the layer of the model's own checkpoint"
+        )
+    number = getattr(hf, "num_nextn_predict_layers", None)
+    if type(number) is not int or number < 1:
+        raise ValueError(
+            f"the checkpoint of {architecture} has no MTP layer: num_nextn_predict_layers is {number!r} in config.json"
+        )
+    name = f"model.layers.{layer}.eh_proj.weight"
+    if tensors is not None and name not in tensors:
+        raise ValueError(
+            f"the checkpoint of {architecture} has no MTP layer: it lacks {name}, although num_nextn_predict_layers is "
+            f"{number} in config.json. Some converters drop the layer: take the original, as model of "
+            "speculative_config too"
+        )
+    return replace(
+        target,
+        num_layers=1,
+        windows=target.windows[-1:],
+        ropes=target.ropes[-1:],
+        experts=replace(target.experts, layers=(0,)),
+        eagle=EagleOptions(
+            layers=(), target_hidden_size=target.hidden_size, has_head=False, mtp_layer=layer
+        ),
+    )
+
+
+def mtp_name(layer: int, name: str) -> str | None:
+    """The name of a tensor, which is ours too, if it is of the MTP layer and no copy of the model's; else None."""
+    inner = name.removeprefix(f"model.layers.{layer}.")
+    return None if layer_of(name) != layer or inner.startswith(_COPIES) else name
+
+
+def mtp_experts(config: ModelConfig) -> dict[str, Place]:
+    """Where the checkpoint has the layer's experts."""
+    assert config.eagle is not None and config.eagle.mtp_layer is not None
+    assert config.experts is not None
+    experts = replace(config.experts, layers=(config.eagle.mtp_layer,))
+    return separate_experts(replace(config, experts=experts))

@@ -1,0 +1,186 @@
+"""Whole engines with a tiny Mistral 3 and pictures, whose tokens stand in rows, against transformers' torch model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.models.registry import picture_processor
+from jaxpage.tokenizer import load_tokenizer
+from tests import checkpoints, picture_models
+from tests.picture_models import (
+    MISTRAL_END,
+    MISTRAL_IMAGE,
+    mistral3_config,
+    mistral3_logits,
+    pixels,
+)
+
+# Tokens that stand for pictures in a prompt, and do not in an answer: transformers would miss the pictures.
+NEVER = range(MISTRAL_IMAGE, MISTRAL_END + 1)
+GREEDY = SamplingParams(
+    temperature=0, max_tokens=64, ignore_eos=True, logit_bias=dict.fromkeys(NEVER, -100.0)
+)
+OPTIONS = {"size": {"longest_edge": 120}}
+# As those of released checkpoints.
+TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}[IMG]"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def make_llm(path: Path, **options) -> LLM:
+    """A step ends within most pictures."""
+    given = {
+        "max_model_len": 384,
+        "max_num_batched_tokens": 48,
+        "enforce_eager": True,
+        "mm_processor_kwargs": OPTIONS,
+        "skip_tokenizer_init": False,  # it knows the tokens that end rows
+    }
+    return checkpoints.make_llm(path, **(given | options))
+
+
+def text(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 260, length).tolist()
+
+
+def seeing(*parts: list[int] | np.ndarray) -> dict:
+    """A prompt of texts and pictures."""
+    ids: list[int] = []
+    images = [part for part in parts if isinstance(part, np.ndarray)]
+    for part in parts:
+        ids += part if isinstance(part, list) else [MISTRAL_IMAGE]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
+
+
+PROMPTS = [
+    seeing(text(5, 0), pixels(300, 240), text(9, 1)),
+    seeing(text(5, 2), pixels(20, 28), pixels(200, 500, 1), text(20, 4), pixels(12, 9)),
+    seeing(pixels(90, 90, 3)),
+    text(30, 6),
+    text(100, 7),
+]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("mistral3") / "checkpoint"
+    path = picture_models.save(mistral3_config(), folder, seed="mistral3")
+    picture_models.save_tokenizer(path)
+    llm = make_llm(path)
+    oracle = picture_models.torch_model(path)
+    processor = picture_processor(
+        load_hf_config(str(path)), path, tokenizer=load_tokenizer(str(path)), options=OPTIONS
+    )
+    found = SimpleNamespace(path=path, llm=llm, oracle=oracle, processor=processor)
+    found.alone = [checked_answer(found, prompt) for prompt in PROMPTS]
+    return found
+
+
+def checked_answer(loaded, prompt) -> list[int]:
+    """The greedy answer to a prompt, whose tokens and log-probabilities are those of transformers."""
+    ids, images = prompt, []
+    if isinstance(prompt, dict):
+        ids, images = prompt["prompt_token_ids"], prompt["multi_modal_data"]["image"]
+    pictures = [loaded.processor.image(image) for image in images]
+    expanded = loaded.processor.expand(list(ids), pictures).token_ids
+    (output,) = loaded.llm.generate(prompt, dataclasses.replace(GREEDY, logprobs=1), use_tqdm=False)
+    (answer,) = output.outputs
+    assert output.prompt_token_ids == expanded
+    tower = loaded.processor.config
+    logits = mistral3_logits(loaded.oracle, tower, [*expanded, *answer.token_ids], pictures)
+    logits = logits[len(expanded) - 1 : -1]
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    found = [row[i].logprob for row, i in zip(answer.logprobs, answer.token_ids, strict=True)]
+    wanted = logprobs[np.arange(len(found)), answer.token_ids]
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+    logits[:, NEVER] -= 100
+    assert answer.token_ids == logits.argmax(-1).tolist()
+    return list(answer.token_ids)
+
+
+def answers(llm: LLM, prompts=None) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS if prompts is None else prompts, GREEDY, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "given"), [("mistral3", "pictures")])
+def test_greedy_tokens_equal_transformers(loaded, name, given):
+    """One picture in several chunks, three of different sizes, one alone; and text."""
+    assert [len(answer) for answer in loaded.alone] == [64] * len(PROMPTS)
+    assert len({tuple(answer) for answer in loaded.alone}) == len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_together_cold_and_warm_they_are_answered_alike(loaded):
+    llm = loaded.llm
+    llm.reset_prefix_cache()
+    before = llm.stats().num_encoded_pictures
+    assert answers(llm) == loaded.alone
+    assert answers(llm) == loaded.alone
+    assert llm.stats().num_encoded_pictures == before == 5
+    assert llm.stats().prefix_cache_hits > 0
+
+
+@pytest.mark.slow
+def test_messages_and_texts_are_answered_alike(loaded):
+    """Each form of a prompt with two pictures has the same tokens, and so has a prompt that has them all."""
+    images = [Image.fromarray(pixels(90, 150)), Image.fromarray(pixels(30, 20, 1))]
+    parts = [{"type": "image_pil", "image_pil": image} for image in images]
+    question = {"type": "text", "text": "same?"}
+    messages = [{"role": "user", "content": [parts[0], question, parts[1]]}]
+    llm, params = loaded.llm, dataclasses.replace(GREEDY, max_tokens=8)
+    (chatted,) = llm.chat(messages, params, chat_template=TEMPLATE, use_tqdm=False)
+    media = {"multi_modal_data": {"image": images}}
+    texts = {"prompt": "[user][IMG]same?[IMG]", **media}
+    whole = {"prompt_token_ids": chatted.prompt_token_ids, **media}
+    for prompt in (texts, whole):
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        assert output.prompt_token_ids == chatted.prompt_token_ids
+        assert output.outputs[0].token_ids == chatted.outputs[0].token_ids
+    # 6 rows of 10 embeddings, 3 of 2, each with its end.
+    assert chatted.prompt_token_ids.count(MISTRAL_IMAGE) == 66
+    assert sum(token in NEVER for token in chatted.prompt_token_ids) == 66 + 6 + 3
+
+
+@pytest.mark.slow
+def test_preempted_and_evicted_ones_are_answered_alike(loaded):
+    """Room for the embeddings of the largest picture and few more; blocks for less than two answers."""
+    llm = make_llm(
+        loaded.path,
+        num_gpu_blocks_override=80,
+        swap_space=0.01,
+        preemption_mode="swap",
+        mm_encoder_cache_bytes=105 * 48 * 4,
+    )
+    assert answers(llm) == loaded.alone
+    assert llm.stats().num_preemptions > 0
+    llm.reset_prefix_cache()
+    assert answers(llm) == loaded.alone
+    assert llm.stats().num_encoded_pictures > 5
+
+
+@pytest.mark.slow
+def test_two_devices_answer_as_one(loaded):
+    llm = make_llm(loaded.path, tensor_parallel_size=2)
+    assert answers(llm, PROMPTS[:3]) == loaded.alone[:3]
+
+
+@pytest.mark.slow
+def test_without_pictures_only_the_text_part_is_loaded(loaded):
+    llm = make_llm(loaded.path, limit_mm_per_prompt={"image": 0}, mm_processor_kwargs=None)
+    assert answers(llm, PROMPTS[3:]) == loaded.alone[3:]
+    with pytest.raises(ValueError, match="pictures|multi_modal_data"):
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)

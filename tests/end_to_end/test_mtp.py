@@ -1,0 +1,66 @@
+"""MTP layers draft what the same layers draft in torch, and a request has the tokens that it has without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpage import LLM
+from tests import checkpoints, mixtures
+from tests.checkpoints import answers, assert_same_answers
+from tests.eagle_heads import Target
+from tests.end_to_end.test_draft_model import requests
+from tests.end_to_end.test_eagle3 import check_drafts, greedy, prompts
+from tests.mtp_layers import Layer, tame
+
+pytestmark = pytest.mark.slow
+
+DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+
+
+def make_llm(path: Path, **options) -> LLM:
+    return checkpoints.make_llm(path, enforce_eager=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param("deepseek_v3", {"max_num_batched_tokens": 16, "block_size": 4}, id="chunks"),
+        pytest.param("glm4_moe", {"tensor_parallel_size": 2}, id="two devices"),
+    ],
+)
+def test_drafts_are_those_of_torch(family, options, tmp_path):
+    """Of a layer that has learned nothing, so that everything it reads matters. It has its place in each block, and
+    tokens are those of torch too.
+    """
+    path = mixtures.build(family, 0, tmp_path)
+    target = Target(path)
+    layer = Layer(target)
+    llm = make_llm(layer.add_to(path), **DRAFTS, **options)
+    *of_model, of_layer = jax.tree.leaves(llm._engine.runner._kv_pool)
+    assert [each.shape for each in of_model] == [of_layer.shape] * 2
+    counts = check_drafts(llm, layer, target)
+    for output in llm.generate(prompts(), greedy(12), use_tqdm=False):
+        prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+        hidden = target.hidden([*prompt, *tokens[:-1]], [])
+        assert layer.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist() == list(tokens)
+    assert sum(counts) == llm.stats().num_draft_tokens > 80
+
+
+def test_tokens_are_those_without_drafts(tmp_path):
+    """Sampled ones too, of two sequences of a prompt, where prompts are found in the prefix cache, and preempted."""
+    path = tame(mixtures.build("deepseek_v3", 0, tmp_path))
+    target = Target(path)
+    layer = Layer(target).tame()
+    expected = answers(make_llm(layer.add_to(path, copies=False)), *requests())
+    llm = make_llm(path, **DRAFTS, num_gpu_blocks_override=40)
+    for _ in range(2):
+        assert_same_answers(answers(llm, *requests()), expected, atol=2e-4)
+    stats = llm.stats()
+    assert stats.num_accepted_tokens > stats.num_draft_tokens / 4
+    assert stats.num_preemptions and stats.prefix_cache_hits and not stats.num_blocks_used
+    counts = check_drafts(llm, layer, target)
+    llm.generate(prompts(), greedy(12), use_tqdm=False)
+    assert sum(counts) == llm.stats().num_draft_tokens - stats.num_draft_tokens > 30
