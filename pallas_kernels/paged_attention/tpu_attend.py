@@ -233,11 +233,14 @@ class Attend:
         spread.
         """
         shape = self.shape
+        tokens, lanes = shape.tile_tokens, shape.head_lanes
+        of_tile = pl.ds(pl.multiple_of(query_tile * tokens, tokens), tokens)
+        if shape.comes_by_head:
+            act(ref.at[:, of_tile], buffer.reshape(shape.num_heads, tokens, ref.shape[2]))
+            return
         if not shape.is_flat:
             act(ref.at[query_tile], buffer)
             return
-        tokens, lanes = shape.tile_tokens, shape.head_lanes
-        of_tile = pl.ds(pl.multiple_of(query_tile * tokens, tokens), tokens)
         if shape.spreads_heads:
             act(ref.at[of_tile], buffer)
             return

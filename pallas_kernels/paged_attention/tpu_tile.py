@@ -40,11 +40,11 @@ class Scratch(NamedTuple):
     kv: Any  # [kv_buffers, blocks, S, width] of the pool's dtype
     # [QUERY_BUFFERS, K', P, A, W]; if `spreads_heads` [QUERY_BUFFERS, tile_tokens, H * D]
     queries: Any
-    out: Any  # [2, ..] likewise
+    out: Any  # [2, ..] likewise, W that of values
     top: Any  # float32[K', A, LANES] greatest score so far, in every lane
     # float32[K', A, LANES] sums of the weights so far, of each lane those of every LANES-th key
     total: Any
-    acc: Any  # float32[K', P, A, W]
+    acc: Any  # float32[K', P, A, W], W that of values
     kv_sems: Any
     query_sems: Any
     out_sems: Any
@@ -55,18 +55,19 @@ class Scratch(NamedTuple):
 
 def scratch_shapes(shape: Shape, pools: list) -> Scratch:
     num_blocks, buffers = shape.fetch_kv // shape.block_size, shape.kv_buffers
-    stacks, rows, lanes = shape.num_stacks, shape.rows, shape.read_lanes
+    stacks, rows = shape.num_stacks, shape.rows
     column = pltpu.VMEM((stacks, rows, LANES), jnp.float32)
-    out = tile = (stacks, shape.num_planes, rows, lanes)
+    tile = (stacks, shape.num_planes, rows, shape.read_lanes)
+    sums = out = (stacks, shape.num_planes, rows, shape.value_lanes)
     if shape.spreads_heads:
-        tile = (shape.tile_tokens, shape.num_heads * shape.head_dim)
+        tile = out = (shape.tile_tokens, shape.num_heads * shape.head_dim)
     scratch = Scratch(
         kv=pltpu.VMEM((buffers, num_blocks, shape.block_size, shape.width), shape.pool_dtype),
         queries=pltpu.VMEM((QUERY_BUFFERS, *tile), shape.dtype),
-        out=pltpu.VMEM((2, *tile), shape.dtype),
+        out=pltpu.VMEM((2, *out), shape.dtype),
         top=column,
         total=column,
-        acc=pltpu.VMEM(out, jnp.float32),
+        acc=pltpu.VMEM(sums, jnp.float32),
         kv_sems=pltpu.SemaphoreType.DMA((buffers,)),
         query_sems=pltpu.SemaphoreType.DMA((QUERY_BUFFERS,)),
         out_sems=pltpu.SemaphoreType.DMA((2,)),
@@ -142,7 +143,7 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, stage, tiles, visible) ->
     bool[1 or A, B], or None if all keys are.
     """
     heads, stack = shape.heads_at_once, shape.stack
-    num_stacks, lanes = heads // stack, heads * shape.kv_lanes
+    num_stacks, lanes = heads // stack, 0 if shape.is_of_latents else heads * shape.kv_lanes
     same_lanes = all(shape.lanes(i, False)[0] == shape.lanes(i, True)[0] for i in range(heads))
 
     def some(number):
@@ -159,6 +160,7 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, stage, tiles, visible) ->
         def weigh(i, tile, scored, before):
             keys, factors, scores = scored
             values = keys if same_lanes else _read(shape, scratch, (stage, tile), base, i, True)
+            values = [x[:, : shape.value_lanes] for x in values] if shape.is_of_latents else values
             return _softmax(shape, before, scores), values, factors
 
         def sums(i):
@@ -202,7 +204,9 @@ def _read(shape: Shape, scratch: Scratch, where, base, stack: int, value: bool) 
     (stage, tile), blocks = where, shape.tile_kv // shape.block_size
     heads = []
     for head in range(stack * shape.stack, (stack + 1) * shape.stack):
-        first = base + head // shape.period * (shape.period * shape.kv_lanes)
+        first = base
+        if not shape.is_of_latents:
+            first += head // shape.period * (shape.period * shape.kv_lanes)
         lanes = pl.ds(first + shape.lanes(head, value)[0], shape.read_lanes)
         data = scratch.kv[stage, pl.ds(tile * blocks, blocks), :, lanes]
         heads.append(_planes(shape, data.reshape(shape.tile_kv, shape.read_lanes)))
@@ -334,7 +338,7 @@ def _added(shape: Shape, before: _Sums, softmax: _Softmax, values, factors) -> _
 
 def _own_lanes(shape: Shape, product: jax.Array) -> jax.Array:
     """[A, W'] → [A, W], of each row the lanes of its own head."""
-    row, width = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0), shape.read_lanes
+    row, width = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0), product.shape[1] // shape.stack
     last = shape.stack - 1
     own = product[:, last * width :]
     for i in range(last - 1, -1, -1):
