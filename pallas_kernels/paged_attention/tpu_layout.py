@@ -244,11 +244,16 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
     return jnp.pad(tiles, ((0, 0), (0, 0), (0, 0), rows, (0, 0)))
 
 
-def from_tiles(shape: Shape, out: jax.Array, num_tokens: int) -> jax.Array:
-    """The reverse: → [T, H, D], from the lanes of the head's values. Of latents D is the lanes of values."""
+def shape_of_results(shape: Shape, tiles: tuple[int, ...]) -> tuple[int, ...]:
+    """Of queries as `to_tiles` makes them."""
     if shape.comes_by_head:
-        return jnp.swapaxes(out, 0, 1)[:num_tokens]
-    if shape.is_flat:
+        return tiles[1], tiles[0] * shape.value_lanes
+    return tiles if shape.is_flat else (*tiles[:-1], shape.value_lanes)
+
+
+def from_tiles(shape: Shape, out: jax.Array, num_tokens: int) -> jax.Array:
+    """Results as `shape_of_results` → [T, H, D], from the lanes of the head's values. Of latents D is those lanes."""
+    if shape.is_flat or shape.comes_by_head:
         return out[:num_tokens].reshape(num_tokens, shape.num_heads, -1)
     tile_q, group, period = shape.tile_q, shape.group, shape.period
     rows = group * tile_q

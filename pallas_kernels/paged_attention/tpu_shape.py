@@ -84,7 +84,7 @@ class Shape:
 
     @property
     def comes_by_head(self) -> bool:
-        """Whether queries come, and results go, as [H, T, W]: XLA multiplies them with a matrix of each head."""
+        """Whether queries come as [H, T, W], since XLA multiplies them with a matrix of each head. Results go flat."""
         return self.is_of_latents and self.tile_q > 1
 
     @property

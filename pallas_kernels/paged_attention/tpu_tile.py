@@ -38,7 +38,8 @@ class Scratch(NamedTuple):
     """VMEM and semaphores of `tpu_attend.py`. K': see `tpu_layout.to_tiles`."""
 
     kv: Any  # [kv_buffers, blocks, S, width] of the pool's dtype
-    # [QUERY_BUFFERS, K', P, A, W]; if `spreads_heads` [QUERY_BUFFERS, tile_tokens, H * D]
+    # [QUERY_BUFFERS, K', P, A, W]; if `spreads_heads` [QUERY_BUFFERS, tile_tokens, H * D]; if `comes_by_head`
+    # [QUERY_BUFFERS, K', G, tile_q, W]
     queries: Any
     out: Any  # [2, ..] likewise, W that of values
     top: Any  # float32[K', A, LANES] greatest score so far, in every lane
@@ -61,6 +62,8 @@ def scratch_shapes(shape: Shape, pools: list) -> Scratch:
     sums = out = (stacks, shape.num_planes, rows, shape.value_lanes)
     if shape.spreads_heads:
         tile = out = (shape.tile_tokens, shape.num_heads * shape.head_dim)
+    if shape.comes_by_head:
+        tile = (shape.num_kv_heads, shape.group, shape.tile_q, shape.read_lanes)
     scratch = Scratch(
         kv=pltpu.VMEM((buffers, num_blocks, shape.block_size, shape.width), shape.pool_dtype),
         queries=pltpu.VMEM((QUERY_BUFFERS, *tile), shape.dtype),
@@ -154,7 +157,10 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, stage, tiles, visible) ->
         def score(i, tile):
             keys = _read(shape, scratch, (stage, tile), base, i, False)
             factors = _factors(shape, scratch, tile, first + i)
-            own = _in_own_lanes(shape, queries[first + i])
+            own = queries[first + i]
+            if shape.comes_by_head:
+                own = own.reshape(1, shape.rows, shape.read_lanes)
+            own = _in_own_lanes(shape, own)
             return keys, factors, _scores(shape, own, keys, factors, visible)
 
         def weigh(i, tile, scored, before):
