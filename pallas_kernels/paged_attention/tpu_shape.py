@@ -317,7 +317,11 @@ def shape_of(
     prompts; 1 where rows have one query. Of a `LatentPool` heads are as wide as its slots.
     """
     part = pool.index if isinstance(pool, PoolPart) else None
-    head_dim, value_dim, least_tile_q = q.shape[2], None, 2  # 1 would mean that every row has one query
+    head_dim, value_dim, least_tile_q = (
+        q.shape[2],
+        None,
+        2,
+    )  # 1 would mean that every row has one query
     group = q.shape[1] // num_kv_heads
     rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)
     tile_q = 1 << (min(128, max(16, rows // group)).bit_length() - 1)

@@ -344,7 +344,10 @@ def _added(shape: Shape, before: _Sums, softmax: _Softmax, values, factors) -> _
 
 def _own_lanes(shape: Shape, product: jax.Array) -> jax.Array:
     """[A, W'] → [A, W], of each row the lanes of its own head."""
-    row, width = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0), product.shape[1] // shape.stack
+    row, width = (
+        lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0),
+        product.shape[1] // shape.stack,
+    )
     last = shape.stack - 1
     own = product[:, last * width :]
     for i in range(last - 1, -1, -1):
