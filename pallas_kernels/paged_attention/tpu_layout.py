@@ -215,7 +215,8 @@ def _quantized(shape: Shape, kv: jax.Array, pool: QuantizedPool) -> list[jax.Arr
 def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
     """[T, H, D] → [Q, K', P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie.
 
-    Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_tokens, H * D]; if `comes_by_head`: [H, Q * tile_tokens, W].
+    Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_tokens, H * D]; if `comes_by_head`:
+    [H, Q * tile_tokens, W].
     """
     tile_q, group, period = shape.tile_q, shape.group, shape.period
     q = jnp.pad(q, ((0, -q.shape[0] % shape.tile_tokens), (0, 0), (0, 0)))

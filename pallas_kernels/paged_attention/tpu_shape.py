@@ -28,7 +28,7 @@ UNROLLED_HEADS = 5
 UNROLLED_SCORES = 128  # registers of a head, times its planes
 UNROLLED_BYTES = 4 << 20  # of widened keys and values, scores and weights
 UNROLLED_BLOCKS = 16  # of a fetch
-FETCH_BYTES = 1 << 20  # at least, as far as MOST_TILES are enough
+FETCH_BYTES = 1 << 20  # about, as far as MOST_TILES are enough
 MOST_TILES = 4  # of a fetch
 
 
@@ -105,7 +105,7 @@ class Shape:
         """Tokens whose queries come, and whose results go, at once: with one query per row those of a register, if
         all heads together are whole registers.
         """
-        is_one = self.tile_q == 1 and self._is_whole and not self.is_of_latents
+        is_one = self.tile_q == 1 and self._is_whole
         return slots_of_register(self.dtype) if is_one else self.tile_q
 
     @property
@@ -115,15 +115,12 @@ class Shape:
 
         Else XLA brings them into tiles before, and back after: 120 k cycles on a v6e for 2,048 tokens of 16 heads.
         """
-        if self.is_of_latents:
-            return False
-        return self.spreads_heads or (self._is_tall and self.head_lanes % LANES == 0)
+        is_whole = self._is_tall and self.head_lanes % LANES == 0
+        return not self.is_of_latents and (self.spreads_heads or is_whole)
 
     @property
     def spreads_heads(self) -> bool:
         """Whether a tile of all heads comes at once, and each head is given registers of its own (`tpu_spread.py`)."""
-        if self.is_of_latents:
-            return False
         is_spread = self.head_lanes % LANES > 0 and self._is_whole
         return self.picks_rows or (self._is_tall and is_spread)
 
@@ -139,8 +136,8 @@ class Shape:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether all heads side by side fill registers."""
-        return self.num_heads * self.head_dim % LANES == 0
+        """Whether all heads side by side fill registers. Those that one latent is the key of do not come so."""
+        return not self.is_of_latents and self.num_heads * self.head_dim % LANES == 0
 
     @property
     def kv_lanes(self) -> int:
@@ -150,7 +147,7 @@ class Shape:
     @property
     def width(self) -> int:
         """Lanes of a slot."""
-        return self.kv_lanes if self.is_of_latents else self.num_kv_heads * self.kv_lanes
+        return (1 if self.is_of_latents else self.num_kv_heads) * self.kv_lanes
 
     @property
     def own_lanes(self) -> tuple[slice, ...]:
@@ -163,6 +160,11 @@ class Shape:
     def period(self) -> int:
         """After this many heads lanes begin at the start of a register again."""
         return LANES // math.gcd(self.kv_lanes, LANES)
+
+    @property
+    def period_lanes(self) -> int:
+        """Lanes from those heads to the next; 0 if all have one key."""
+        return 0 if self.is_of_latents else self.period * self.kv_lanes
 
     @property
     def read_lanes(self) -> int:
@@ -240,7 +242,7 @@ class Shape:
         if self.tile_q > 1:
             return 1
         of_tile = self.tile_kv * self.width * self.pool_dtype.itemsize
-        wanted = -(-FETCH_BYTES // of_tile)
+        wanted = max(1, round(FETCH_BYTES / of_tile))
         # A power of two, since fetches are counted by shifts.
         return min(MOST_TILES, 1 << (wanted.bit_length() - 1))
 
@@ -317,17 +319,15 @@ def shape_of(
     prompts; 1 where rows have one query. Of a `LatentPool` heads are as wide as its slots.
     """
     part = pool.index if isinstance(pool, PoolPart) else None
-    head_dim, value_dim, least_tile_q = (
-        q.shape[2],
-        None,
-        2,
-    )  # 1 would mean that every row has one query
+    head_dim, value_dim = q.shape[2], None
+    least_tile_q = 2  # 1 would mean that every row has one query
     group = q.shape[1] // num_kv_heads
     rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)
     tile_q = 1 << (min(128, max(16, rows // group)).bit_length() - 1)
     if isinstance(pool, LatentPool):
         head_dim, value_dim, least_tile_q = pool.shape[3], pool.value_dim, 16
         if not one_query_per_row:
+            # Two shares or more: products of one fill the waits for the weights of another.
             tile_q = 1 << (min(128, max(16, 2 * rows // group)).bit_length() - 1)
             fitting = range(1, max(1, rows // tile_q) + 1)
             group = max(n for n in fitting if q.shape[1] % n == 0)

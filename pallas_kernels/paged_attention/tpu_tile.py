@@ -146,7 +146,7 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, stage, tiles, visible) ->
     bool[1 or A, B], or None if all keys are.
     """
     heads, stack = shape.heads_at_once, shape.stack
-    num_stacks, lanes = heads // stack, 0 if shape.is_of_latents else heads * shape.kv_lanes
+    num_stacks, lanes = heads // stack, heads // shape.period * shape.period_lanes
     same_lanes = all(shape.lanes(i, False)[0] == shape.lanes(i, True)[0] for i in range(heads))
 
     def some(number):
@@ -157,16 +157,14 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, stage, tiles, visible) ->
         def score(i, tile):
             keys = _read(shape, scratch, (stage, tile), base, i, False)
             factors = _factors(shape, scratch, tile, first + i)
-            own = queries[first + i]
-            if shape.comes_by_head:
-                own = own.reshape(1, shape.rows, shape.read_lanes)
-            own = _in_own_lanes(shape, own)
+            own = _in_own_lanes(shape, queries[first + i])
             return keys, factors, _scores(shape, own, keys, factors, visible)
 
         def weigh(i, tile, scored, before):
             keys, factors, scores = scored
             values = keys if same_lanes else _read(shape, scratch, (stage, tile), base, i, True)
-            values = [x[:, : shape.value_lanes] for x in values] if shape.is_of_latents else values
+            if shape.is_of_latents:
+                values = [x[:, : shape.value_lanes] for x in keys]
             return _softmax(shape, before, scores), values, factors
 
         def sums(i):
@@ -210,9 +208,7 @@ def _read(shape: Shape, scratch: Scratch, where, base, stack: int, value: bool) 
     (stage, tile), blocks = where, shape.tile_kv // shape.block_size
     heads = []
     for head in range(stack * shape.stack, (stack + 1) * shape.stack):
-        first = base
-        if not shape.is_of_latents:
-            first += head // shape.period * (shape.period * shape.kv_lanes)
+        first = base + head // shape.period * shape.period_lanes
         lanes = pl.ds(first + shape.lanes(head, value)[0], shape.read_lanes)
         data = scratch.kv[stage, pl.ds(tile * blocks, blocks), :, lanes]
         heads.append(_planes(shape, data.reshape(shape.tile_kv, shape.read_lanes)))
@@ -220,7 +216,9 @@ def _read(shape: Shape, scratch: Scratch, where, base, stack: int, value: bool) 
 
 
 def _in_own_lanes(shape: Shape, queries: jax.Array) -> list[jax.Array]:
-    """[P, A, W] → [A, W'] by planes: a row is 0 in the lanes of the stack's other heads."""
+    """[P, A, W], or [G, tile_q, W], → [A, W'] by planes: a row is 0 in the lanes of the stack's other heads."""
+    if shape.comes_by_head:
+        queries = queries.reshape(1, shape.rows, -1)
     planes = [queries[plane] for plane in range(shape.num_planes)]
     if shape.stack == 1:
         return planes
@@ -344,10 +342,8 @@ def _added(shape: Shape, before: _Sums, softmax: _Softmax, values, factors) -> _
 
 def _own_lanes(shape: Shape, product: jax.Array) -> jax.Array:
     """[A, W'] → [A, W], of each row the lanes of its own head."""
-    row, width = (
-        lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0),
-        product.shape[1] // shape.stack,
-    )
+    row = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0)
+    width = product.shape[1] // shape.stack
     last = shape.stack - 1
     own = product[:, last * width :]
     for i in range(last - 1, -1, -1):

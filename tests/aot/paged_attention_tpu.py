@@ -185,7 +185,7 @@ def lower(program: Call, target: str) -> Any:
     def attend(pool, q, k, v, table, kv_lens, query_starts, sinks):
         if program.slot_lanes:
             pool = PoolPart(pool, k.shape[1], 1, program.part)
-        if program.value_dim:
+        elif program.value_dim:
             pool = LatentPool(pool, program.value_dim)
         return tpu.paged_attention(
             *(q, k, v, pool, table, kv_lens, query_starts),
