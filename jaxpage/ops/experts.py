@@ -184,8 +184,9 @@ def _apply(
     hidden = activation(_with_bias(hidden, weights.gate_up_bias, expert)).astype(x.dtype)
     out = _with_bias(product(hidden, weights.down), weights.down_bias, expert)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-    out = out[back].reshape(num_tokens, num_chosen, -1)
-    parts = [shares[:, i, None] * out[:, i] for i in range(num_chosen)]
+    # By choice, then by token: of [T, k, E] a TPU would move all k to take one.
+    out = out[back.reshape(num_tokens, num_chosen).T]
+    parts = [shares[:, i, None] * out[i] for i in range(num_chosen)]
     total = parts[0]
     for part in parts[1:]:  # one after the other: another order would change the last bits
         total = total + part

@@ -89,7 +89,7 @@ def grouped_matmul(
         x = padded(x, weights)
     tile, num_columns = tiles_of(x, weights, sizes)
     padding = ((0, -num_rows % tile), (0, 0))
-    x, group_size = jnp.pad(x, padding), None
+    x, group_size, by_input = jnp.pad(x, padding), None, _lies_by_input(x, weights)
     operands = Operands(x=x, data=weights, scale=None)
     if isinstance(weights, QuantizedWeight):
         num_groups, num_outputs, _ = weights.shape
@@ -101,9 +101,22 @@ def grouped_matmul(
             row_scale=None if row_scale is None else jnp.pad(row_scale, padding),
             zero=weights.zero,
         )
+    if by_input:
+        operands = operands._replace(data=jnp.swapaxes(operands.data, 1, 2))
     visits, num_visits = _visits(group_sizes, x.shape[0] // tile, tile)
-    body = partial(_body, group_size=group_size)
-    return _call(body, operands, visits, num_visits, (tile, num_columns), interpret)[:num_rows]
+    body = partial(_body, group_size=group_size, by_input=by_input)
+    tiles = tile, num_columns
+    return _call(body, operands, visits, num_visits, tiles, by_input, interpret)[:num_rows]
+
+
+def _lies_by_input(x: jax.Array, weights: jax.Array | QuantizedWeight) -> bool:
+    """Whether XLA lays weights out by their inputs, with outputs in lanes, because inputs would have to be padded.
+
+    The kernel then reads them as [G, E, F]. As [G, F, E] all of them would be copied first, in each step.
+    """
+    _, num_outputs, num_inputs = weights.shape
+    is_multiplied_as_stored = not isinstance(weights, QuantizedWeight) or x.dtype == jnp.int8
+    return is_multiplied_as_stored and num_outputs % LANES == 0 and num_inputs % LANES > 0
 
 
 def tiles_of(
@@ -173,10 +186,11 @@ def _call(
     visits: _Visits,
     num_visits,
     tile: tuple[int, int],
+    by_input: bool,
     interpret,
 ) -> jax.Array:
-    """operands: the number of rows is a multiple of the tile's."""
-    (num_rows, num_columns), num_outputs = tile, operands.data.shape[1]
+    """operands: the number of rows is a multiple of the tile's. by_input: weights are [G, E, F]."""
+    (num_rows, num_columns), num_outputs = tile, operands.data.shape[2 if by_input else 1]
 
     def of_rows(array):
         if array is not None:
@@ -190,12 +204,12 @@ def _call(
                 (None, array.shape[1], num_columns), lambda o, v, visits: (visits.group[v], 0, o)
             )
 
+    weights = pl.BlockSpec(
+        (None, num_columns, operands.data.shape[2]), lambda o, v, visits: (visits.group[v], o, 0)
+    )
     specs = Operands(
         x=of_rows(operands.x),
-        data=pl.BlockSpec(
-            (None, num_columns, operands.data.shape[2]),
-            lambda o, v, visits: (visits.group[v], o, 0),
-        ),
+        data=of_outputs(operands.data) if by_input else weights,
         scale=of_outputs(operands.scale),
         row_scale=of_rows(operands.row_scale),
         zero=of_outputs(operands.zero),
@@ -218,7 +232,15 @@ def _call(
     )(visits, operands)
 
 
-def _body(visits: _Visits, refs: Operands, out_ref, scratch: Scratch, *, group_size: int | None):
+def _body(
+    visits: _Visits,
+    refs: Operands,
+    out_ref,
+    scratch: Scratch,
+    *,
+    group_size: int | None,
+    by_input: bool,
+) -> None:
     """group_size: None without groups."""
     visit = pl.program_id(1)
     first, end = visits.first[visit], visits.end[visit]
@@ -230,7 +252,10 @@ def _body(visits: _Visits, refs: Operands, out_ref, scratch: Scratch, *, group_s
     @pl.when(first < end)
     def _():
         if refs.scale is None:
-            out = _product(refs, scratch.sums)
+            out = _product(refs, scratch.sums, by_input)
+        elif by_input:
+            out = _product(refs, scratch.sums, by_input).astype(jnp.float32)
+            out = out * refs.row_scale[...] * refs.scale[...]
         else:
             scales = group_size is not None and group_size < LANES
             out = product(refs, scratch, group_size=group_size, scales=scales)
@@ -239,12 +264,16 @@ def _body(visits: _Visits, refs: Operands, out_ref, scratch: Scratch, *, group_s
         out_ref[...] = jnp.where(own, out, out_ref[...])
 
 
-def _product(refs: Operands, sums) -> jax.Array:
-    """Of weights that are not quantized, over chunks of inputs, in order."""
+def _product(refs: Operands, sums, by_input: bool) -> jax.Array:
+    """Of weights that are multiplied as they are stored, over chunks of inputs, in order."""
     sums[...] = jnp.zeros(sums.shape, sums.dtype)
 
     def add(chunk):
-        sums[...] += dot_transposed(refs.x[:, chunk], refs.data[:, chunk])
+        x = refs.x[:, chunk]
+        if by_input:
+            sums[...] += jnp.dot(x, refs.data[chunk], preferred_element_type=sums.dtype)
+        else:
+            sums[...] += dot_transposed(x, refs.data[:, chunk], sums.dtype)
 
     in_chunks(refs.x.shape[1], CHUNK // refs.x.dtype.itemsize, add)
     return sums[...]

@@ -110,8 +110,8 @@ def paged_attention(
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     first = query_starts[None, :-1]
     in_row = ((token >= first) & (token < first + query_lens[None])).any(axis=1)
-    out = jnp.where(in_row[:, None], out, 0).reshape(q.shape)
-    return (out if value_dim == q.shape[2] else out[..., :value_dim]), pool
+    out = jnp.where(in_row[:, None], out, 0).reshape(num_tokens, q.shape[1], -1)
+    return (out if value_dim == out.shape[2] else out[..., :value_dim]), pool
 
 
 class _New(NamedTuple):
@@ -243,7 +243,6 @@ def _launch(
     specs = jax.tree.map(lambda _: anywhere, inputs)
     if inputs.sinks is not None:
         specs = specs._replace(sinks=pl.BlockSpec(memory_space=pltpu.VMEM))
-    lanes = inputs.q.shape[-1] if shape.is_flat else shape.read_lanes
     first_pool = len(jax.tree.leaves((scalars, inputs.q, inputs.new)))
     out, pools = pl.pallas_call(
         kernel,
@@ -255,7 +254,7 @@ def _launch(
             scratch_shapes=(scratch,),
         ),
         out_shape=(
-            pltpu.HBM((*inputs.q.shape[:-1], lanes), inputs.q.dtype),
+            pltpu.HBM(layout.shape_of_results(shape, inputs.q.shape), inputs.q.dtype),
             [pltpu.HBM(x.shape, x.dtype) for x in written],
         ),
         input_output_aliases={first_pool + i: 1 + i for i in range(num_written)},

@@ -214,7 +214,7 @@ class Attend:
         return self.scratch.queries.at[stage], self.scratch.query_sems.at[stage]
 
     def operand_of(self, unit):
-        """The unit's queries, [K', P, A, W]."""
+        """The unit's queries, [K', P, A, W], or as `Scratch.queries` if they come by head."""
         spread = self.scratch.spread
         if spread is None:
             return self.queries_of(unit)[0]
@@ -230,14 +230,18 @@ class Attend:
 
     def for_each_part(self, ref, query_tile, buffer, act: Callable) -> None:
         """act(part of a tile of `ref`, the same of the buffer): the whole tile, or each head of a flat one that is not
-        spread.
+        spread, or shares of the heads. ref: [Q, K', P, A, W], flat [T, H * W] or by head [H, T, W].
         """
         shape = self.shape
-        if not shape.is_flat:
+        tokens, lanes = shape.tile_tokens, buffer.shape[-1]
+        of_tile = pl.ds(pl.multiple_of(query_tile * tokens, tokens), tokens)
+        if len(ref.shape) == 3:
+            for share in range(shape.num_kv_heads):
+                act(ref.at[pl.ds(share * shape.group, shape.group), of_tile], buffer.at[share])
+            return
+        if len(ref.shape) > 3:
             act(ref.at[query_tile], buffer)
             return
-        tokens, lanes = shape.tile_tokens, shape.head_lanes
-        of_tile = pl.ds(pl.multiple_of(query_tile * tokens, tokens), tokens)
         if shape.spreads_heads:
             act(ref.at[of_tile], buffer)
             return

@@ -180,7 +180,7 @@ def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[tuple
     """
     num_tokens = k.shape[0]
     is_quantized = isinstance(pool, QuantizedPool)
-    if not shape.has_values:
+    if shape.is_of_latents:
         new = [(k.reshape(num_tokens, -1),)]
     elif k[0].size % LANES == 0 and not is_quantized:
         new = [(k.reshape(num_tokens, -1), v.reshape(num_tokens, -1))]
@@ -215,10 +215,13 @@ def _quantized(shape: Shape, kv: jax.Array, pool: QuantizedPool) -> list[jax.Arr
 def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
     """[T, H, D] → [Q, K', P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie.
 
-    Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_tokens, H * D].
+    Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_tokens, H * D]; if `comes_by_head`:
+    [H, Q * tile_tokens, W].
     """
     tile_q, group, period = shape.tile_q, shape.group, shape.period
     q = jnp.pad(q, ((0, -q.shape[0] % shape.tile_tokens), (0, 0), (0, 0)))
+    if shape.comes_by_head:
+        return jnp.swapaxes(q, 0, 1)
     if shape.is_flat:
         return q.reshape(q.shape[0], -1)
     q = q.reshape(-1, tile_q, shape.num_kv_heads, group, shape.num_planes, shape.head_lanes)
@@ -242,23 +245,31 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
     return jnp.pad(tiles, ((0, 0), (0, 0), (0, 0), rows, (0, 0)))
 
 
+def shape_of_results(shape: Shape, tiles: tuple[int, ...]) -> tuple[int, ...]:
+    """Of queries as `to_tiles` makes them."""
+    if shape.comes_by_head:
+        return tiles[1], tiles[0] * shape.value_lanes
+    return tiles if shape.is_flat else (*tiles[:-1], shape.value_lanes)
+
+
 def from_tiles(shape: Shape, out: jax.Array, num_tokens: int) -> jax.Array:
-    """[Q, K', P, A, W], or [Q * tile_tokens, H * D] if `is_flat`, → [T, H, D], from the lanes of the head's values."""
-    if shape.is_flat:
+    """Results as `shape_of_results` → [T, H, D], from the lanes of the head's values. Of latents D is those lanes."""
+    if shape.is_flat or shape.comes_by_head:
         return out[:num_tokens].reshape(num_tokens, shape.num_heads, -1)
     tile_q, group, period = shape.tile_q, shape.group, shape.period
     rows = group * tile_q
     out = out[:, :, :, : shape.stack * rows].reshape(
-        -1, shape.num_stacks, shape.num_planes, shape.stack, rows, shape.read_lanes
+        -1, shape.num_stacks, shape.num_planes, shape.stack, rows, shape.value_lanes
     )
     out = jnp.swapaxes(out, 2, 3)
-    out = out.reshape(out.shape[0], -1, period, shape.num_planes, rows, shape.read_lanes)
+    out = out.reshape(out.shape[0], -1, period, shape.num_planes, rows, shape.value_lanes)
+    lanes = shape.value_lanes if shape.is_of_latents else shape.head_lanes
 
     def take(in_period):
         _, first = shape.lanes(in_period, True)
-        return out[:, :, in_period, :, :, first : first + shape.head_lanes]
+        return out[:, :, in_period, :, :, first : first + lanes]
 
     out = jnp.stack([take(in_period) for in_period in range(period)], axis=2)
-    out = out.reshape(-1, shape.num_kv_heads, shape.num_planes, group, tile_q, shape.head_lanes)
+    out = out.reshape(-1, shape.num_kv_heads, shape.num_planes, group, tile_q, lanes)
     out = out.transpose(0, 4, 1, 3, 2, 5)
-    return out.reshape(-1, shape.num_kv_heads * group, shape.head_dim)[:num_tokens]
+    return out.reshape(-1, shape.num_heads, shape.num_planes * lanes)[:num_tokens]

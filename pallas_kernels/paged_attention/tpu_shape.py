@@ -28,7 +28,7 @@ UNROLLED_HEADS = 5
 UNROLLED_SCORES = 128  # registers of a head, times its planes
 UNROLLED_BYTES = 4 << 20  # of widened keys and values, scores and weights
 UNROLLED_BLOCKS = 16  # of a fetch
-FETCH_BYTES = 1 << 20  # at least, as far as MOST_TILES are enough
+FETCH_BYTES = 1 << 20  # about, as far as MOST_TILES are enough
 MOST_TILES = 4  # of a fetch
 
 
@@ -74,8 +74,18 @@ class Shape:
     sizes: TileSizes
     # Of the layer in a slot that other layers share; None: the slot is its own.
     first_lane: int | None = None
-    # Of a pool of latents: a slot has keys alone, whose first elements are the values.
-    has_values: bool = True
+    # Of a pool of latents: a slot is one key, whose first elements are the value. `num_kv_heads` then are shares of the
+    # query heads, all of that one key, which are computed like KV heads.
+    value_dim: int | None = None
+
+    @property
+    def is_of_latents(self) -> bool:
+        return self.value_dim is not None
+
+    @property
+    def comes_by_head(self) -> bool:
+        """Whether queries come as [H, T, W], since XLA multiplies them with a matrix of each head. Results go flat."""
+        return self.is_of_latents and self.tile_q > 1
 
     @property
     def num_planes(self) -> int:
@@ -105,7 +115,8 @@ class Shape:
 
         Else XLA brings them into tiles before, and back after: 120 k cycles on a v6e for 2,048 tokens of 16 heads.
         """
-        return self.spreads_heads or (self._is_tall and self.head_lanes % LANES == 0)
+        is_whole = self._is_tall and self.head_lanes % LANES == 0
+        return not self.is_of_latents and (self.spreads_heads or is_whole)
 
     @property
     def spreads_heads(self) -> bool:
@@ -125,18 +136,18 @@ class Shape:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether all heads side by side fill registers."""
-        return self.num_heads * self.head_dim % LANES == 0
+        """Whether all heads side by side fill registers. Those that one latent is the key of do not come so."""
+        return not self.is_of_latents and self.num_heads * self.head_dim % LANES == 0
 
     @property
     def kv_lanes(self) -> int:
         """Lanes of a head's K and V in a slot."""
-        return (2 if self.has_values else 1) * self.head_lanes
+        return (1 if self.is_of_latents else 2) * self.head_lanes
 
     @property
     def width(self) -> int:
         """Lanes of a slot."""
-        return self.num_kv_heads * self.kv_lanes
+        return (1 if self.is_of_latents else self.num_kv_heads) * self.kv_lanes
 
     @property
     def own_lanes(self) -> tuple[slice, ...]:
@@ -151,15 +162,25 @@ class Shape:
         return LANES // math.gcd(self.kv_lanes, LANES)
 
     @property
+    def period_lanes(self) -> int:
+        """Lanes from those heads to the next; 0 if all have one key."""
+        return 0 if self.is_of_latents else self.period * self.kv_lanes
+
+    @property
     def read_lanes(self) -> int:
         """W: whole registers, as many as any head's K or V lies in."""
         starts = range(0, self.period * self.kv_lanes, self.head_lanes)
         widest = max(start % LANES + self.head_lanes for start in starts)
         return -(-widest // LANES) * LANES
 
+    @property
+    def value_lanes(self) -> int:
+        """W of values: fewer than of keys, of latents."""
+        return self.read_lanes if self.value_dim is None else -(-self.value_dim // LANES) * LANES
+
     def lanes(self, head: int, value: bool) -> tuple[int, int]:
         """The first of the W lanes around a head's K or V, counted from its period; and where it begins among them."""
-        of_value = self.head_lanes if value and self.has_values else 0
+        of_value = self.head_lanes if value and not self.is_of_latents else 0
         start = head % self.period * self.kv_lanes + of_value
         last = self.period * self.kv_lanes - self.read_lanes
         first = min(start // LANES * LANES, last)
@@ -221,9 +242,9 @@ class Shape:
         if self.tile_q > 1:
             return 1
         of_tile = self.tile_kv * self.width * self.pool_dtype.itemsize
-        fitting = max(1, FETCH_BYTES // of_tile)
+        wanted = max(1, round(FETCH_BYTES / of_tile))
         # A power of two, since fetches are counted by shifts.
-        return min(MOST_TILES, 1 << (fitting.bit_length() - 1))
+        return min(MOST_TILES, 1 << (wanted.bit_length() - 1))
 
     @property
     def fetch_kv(self) -> int:
@@ -245,11 +266,12 @@ class Shape:
             self.num_planes * self.read_lanes,
             self.dtype.itemsize,
         )
+        wide_values = self.num_planes * self.value_lanes
         # Queries and results; float32 sums; greatest score, sums of weights and sinks in registers of their own.
-        lanes = (QUERY_BUFFERS + 2) * wide
+        lanes = QUERY_BUFFERS * wide + 2 * wide_values
         if self.spreads_heads and not self.picks_rows:
             lanes = (QUERY_BUFFERS + 2) * self.head_dim + 2 * wide
-        of_row = lanes * item + 4 * wide + 3 * LANES * 4
+        of_row = lanes * item + 4 * wide_values + 3 * LANES * 4
         sizes = [CHUNK_BUFFERS * (size + write_window(self, size)) for size in write_sizes(self)]
         slots = self.kv_buffers * self.fetch_kv + sizes[0]
         total = self.num_stacks * self.rows * of_row
@@ -296,14 +318,21 @@ def shape_of(
     """The shape of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with
     prompts; 1 where rows have one query. Of a `LatentPool` heads are as wide as its slots.
     """
-    part, has_values = pool.index if isinstance(pool, PoolPart) else None, True
-    head_dim = q.shape[2]
-    if isinstance(pool, LatentPool):
-        head_dim, has_values = pool.shape[3], False
-    pool = whole(pool)
+    part = pool.index if isinstance(pool, PoolPart) else None
+    head_dim, value_dim = q.shape[2], None
+    least_tile_q = 2  # 1 would mean that every row has one query
     group = q.shape[1] // num_kv_heads
     rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)
     tile_q = 1 << (min(128, max(16, rows // group)).bit_length() - 1)
+    if isinstance(pool, LatentPool):
+        head_dim, value_dim, least_tile_q = pool.shape[3], pool.value_dim, 16
+        if not one_query_per_row:
+            # Two shares or more: products of one fill the waits for the weights of another.
+            tile_q = 1 << (min(128, max(16, 2 * rows // group)).bit_length() - 1)
+            fitting = range(1, max(1, rows // tile_q) + 1)
+            group = max(n for n in fitting if q.shape[1] % n == 0)
+            num_kv_heads = q.shape[1] // group
+    pool = whole(pool)
     has_scales = isinstance(pool, QuantizedPool) and pool.scale_zero is not None
     shape = Shape(
         num_kv_heads=num_kv_heads,
@@ -318,12 +347,11 @@ def shape_of(
         scale_rows=scale_rows(num_kv_heads) if has_scales else 0,
         mask=mask,
         sizes=sizes,
-        has_values=has_values,
+        value_dim=value_dim,
     )
     if part is not None and shape.width < pool.shape[2]:
         shape = replace(shape, first_lane=part * shape.width)
-    # 1 would mean that every row has one query.
-    while shape.tile_q > 2 and shape.vmem_bytes > VMEM_BYTES:
+    while shape.tile_q > least_tile_q and shape.vmem_bytes > VMEM_BYTES:
         shape = replace(shape, tile_q=shape.tile_q // 2)
     return shape
 

@@ -38,13 +38,14 @@ class Scratch(NamedTuple):
     """VMEM and semaphores of `tpu_attend.py`. K': see `tpu_layout.to_tiles`."""
 
     kv: Any  # [kv_buffers, blocks, S, width] of the pool's dtype
-    # [QUERY_BUFFERS, K', P, A, W]; if `spreads_heads` [QUERY_BUFFERS, tile_tokens, H * D]
+    # [QUERY_BUFFERS, K', P, A, W]; if `spreads_heads` [QUERY_BUFFERS, tile_tokens, H * D]; if `comes_by_head`
+    # [QUERY_BUFFERS, K', G, tile_q, W]
     queries: Any
-    out: Any  # [2, ..] likewise
+    out: Any  # [2, ..] likewise, W that of values
     top: Any  # float32[K', A, LANES] greatest score so far, in every lane
     # float32[K', A, LANES] sums of the weights so far, of each lane those of every LANES-th key
     total: Any
-    acc: Any  # float32[K', P, A, W]
+    acc: Any  # float32[K', P, A, W], W that of values
     kv_sems: Any
     query_sems: Any
     out_sems: Any
@@ -55,18 +56,21 @@ class Scratch(NamedTuple):
 
 def scratch_shapes(shape: Shape, pools: list) -> Scratch:
     num_blocks, buffers = shape.fetch_kv // shape.block_size, shape.kv_buffers
-    stacks, rows, lanes = shape.num_stacks, shape.rows, shape.read_lanes
+    stacks, rows = shape.num_stacks, shape.rows
     column = pltpu.VMEM((stacks, rows, LANES), jnp.float32)
-    out = tile = (stacks, shape.num_planes, rows, lanes)
+    tile = (stacks, shape.num_planes, rows, shape.read_lanes)
+    sums = out = (stacks, shape.num_planes, rows, shape.value_lanes)
     if shape.spreads_heads:
-        tile = (shape.tile_tokens, shape.num_heads * shape.head_dim)
+        tile = out = (shape.tile_tokens, shape.num_heads * shape.head_dim)
+    if shape.comes_by_head:
+        tile = (shape.num_kv_heads, shape.group, shape.tile_q, shape.read_lanes)
     scratch = Scratch(
         kv=pltpu.VMEM((buffers, num_blocks, shape.block_size, shape.width), shape.pool_dtype),
         queries=pltpu.VMEM((QUERY_BUFFERS, *tile), shape.dtype),
-        out=pltpu.VMEM((2, *tile), shape.dtype),
+        out=pltpu.VMEM((2, *out), shape.dtype),
         top=column,
         total=column,
-        acc=pltpu.VMEM(out, jnp.float32),
+        acc=pltpu.VMEM(sums, jnp.float32),
         kv_sems=pltpu.SemaphoreType.DMA((buffers,)),
         query_sems=pltpu.SemaphoreType.DMA((QUERY_BUFFERS,)),
         out_sems=pltpu.SemaphoreType.DMA((2,)),
@@ -142,7 +146,7 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, stage, tiles, visible) ->
     bool[1 or A, B], or None if all keys are.
     """
     heads, stack = shape.heads_at_once, shape.stack
-    num_stacks, lanes = heads // stack, heads * shape.kv_lanes
+    num_stacks, lanes = heads // stack, heads // shape.period * shape.period_lanes
     same_lanes = all(shape.lanes(i, False)[0] == shape.lanes(i, True)[0] for i in range(heads))
 
     def some(number):
@@ -159,6 +163,8 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, stage, tiles, visible) ->
         def weigh(i, tile, scored, before):
             keys, factors, scores = scored
             values = keys if same_lanes else _read(shape, scratch, (stage, tile), base, i, True)
+            if shape.is_of_latents:
+                values = [x[:, : shape.value_lanes] for x in keys]
             return _softmax(shape, before, scores), values, factors
 
         def sums(i):
@@ -202,7 +208,7 @@ def _read(shape: Shape, scratch: Scratch, where, base, stack: int, value: bool) 
     (stage, tile), blocks = where, shape.tile_kv // shape.block_size
     heads = []
     for head in range(stack * shape.stack, (stack + 1) * shape.stack):
-        first = base + head // shape.period * (shape.period * shape.kv_lanes)
+        first = base + head // shape.period * shape.period_lanes
         lanes = pl.ds(first + shape.lanes(head, value)[0], shape.read_lanes)
         data = scratch.kv[stage, pl.ds(tile * blocks, blocks), :, lanes]
         heads.append(_planes(shape, data.reshape(shape.tile_kv, shape.read_lanes)))
@@ -210,7 +216,9 @@ def _read(shape: Shape, scratch: Scratch, where, base, stack: int, value: bool) 
 
 
 def _in_own_lanes(shape: Shape, queries: jax.Array) -> list[jax.Array]:
-    """[P, A, W] → [A, W'] by planes: a row is 0 in the lanes of the stack's other heads."""
+    """[P, A, W], or [G, tile_q, W], → [A, W'] by planes: a row is 0 in the lanes of the stack's other heads."""
+    if shape.comes_by_head:
+        queries = queries.reshape(1, shape.rows, -1)
     planes = [queries[plane] for plane in range(shape.num_planes)]
     if shape.stack == 1:
         return planes
@@ -334,7 +342,8 @@ def _added(shape: Shape, before: _Sums, softmax: _Softmax, values, factors) -> _
 
 def _own_lanes(shape: Shape, product: jax.Array) -> jax.Array:
     """[A, W'] → [A, W], of each row the lanes of its own head."""
-    row, width = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0), shape.read_lanes
+    row = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0)
+    width = product.shape[1] // shape.stack
     last = shape.stack - 1
     own = product[:, last * width :]
     for i in range(last - 1, -1, -1):

@@ -4,14 +4,11 @@ layers that read the keys and values of others, one with experts. Each with twel
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from jaxpage.aot.targets import parse_target
+from tests.aot.largest import largest_steps
 from tests.aot.program import Program
 from tests.aot.steps import Place, environment, look, lower
 
@@ -67,18 +64,11 @@ TARGETS = tuple(place.name for place in PLACES)
 
 def programs(target: str) -> Iterator[Program]:
     """The largest decode step, and the largest of prompts."""
-    from jaxpage.aot.worker import make_job
-
     place = PLACES[TARGETS.index(target)]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{place.whole}.json"
-        path.write_text(json.dumps(MODELS[place.whole]))
-        options = {"model": str(path), "max_model_len": 32768}
-        job = make_job(options, parse_target(place.target), place.num_devices)
-        decode = [bucket.name for bucket in job.spec.buckets if bucket.decode][-1]
-        for name in (decode, job.spec.buckets[-1].name):
-            yield Program(
-                name=name,
-                lower=partial(lower, job, name),
-                look=partial(look, job, place.whole, name),
-            )
+    job, names = largest_steps(place, MODELS[place.whole])
+    for name in names:
+        yield Program(
+            name=name,
+            lower=partial(lower, job, name),
+            look=partial(look, job, place.whole, name),
+        )

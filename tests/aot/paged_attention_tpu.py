@@ -44,6 +44,7 @@ class Call:
     # Lanes of a slot that other layers share, and which part of them is the layer's; None: it has the slot to itself.
     slot_lanes: int | None = None
     part: int = 0
+    value_dim: int | None = None  # of a pool of latents
 
     @property
     def one_query_per_row(self) -> bool:
@@ -61,6 +62,10 @@ _GEMMA_4_WINDOW = Call(
 )
 _GEMMA_4_31B = Call(
     name="", num_heads=32, num_kv_heads=4, head_dim=512, slot_lanes=8192, part=1, num_blocks=1009
+)
+# Of each of eight chips.
+_DEEPSEEK_V3 = Call(
+    name="deepseek-v3-of-tp8", num_heads=16, num_kv_heads=1, head_dim=576, value_dim=512
 )
 _F32 = replace(_LLAMA_8B, name="llama-8b-float32", dtype="float32", num_blocks=1009)
 CALLS = (
@@ -90,6 +95,12 @@ CALLS = (
     Call(name="gemma-4-e4b", num_heads=8, num_kv_heads=2, head_dim=512),
     replace(_GEMMA_4_31B, name="gemma-4-31b"),
     replace(_GEMMA_4_31B, name="gemma-4-31b-decode", num_tokens=64),
+    _DEEPSEEK_V3,
+    replace(_DEEPSEEK_V3, name="deepseek-v3-of-tp8-decode", num_tokens=64),
+    replace(_DEEPSEEK_V3, name="deepseek-v3", num_heads=128),
+    replace(_DEEPSEEK_V3, name="deepseek-v3-decode", num_heads=128, num_tokens=64),
+    # Heads that fill no registers with a token's queries.
+    replace(_DEEPSEEK_V3, name="glm-4.7-flash", num_heads=20),
     Call(name="gpt-oss", num_heads=64, num_kv_heads=8, head_dim=64, window=128, sinks=True),
     # Of each chip an odd number of heads, whose scales would not fill registers.
     replace(_PHI_4, name="phi-4-int8-tp2", num_devices=2, format="int8"),
@@ -122,12 +133,15 @@ def _pool(program: Call, mesh: Any) -> Any:
     import jax.numpy as jnp
 
     from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
+    from pallas_kernels.mosaic_tpu import LANES
     from pallas_kernels.paged_attention import tpu_layout
 
     kv_heads, head_dim = program.num_kv_heads, program.head_dim
     dtype, array = jnp.dtype(program.dtype), partial(_array, mesh)
     width = 2 * kv_heads * head_dim // (2 if program.format == "int4" else 1)
     width = program.slot_lanes or width
+    if program.value_dim:
+        width = -(-head_dim // LANES) * LANES
     pool = array(
         (program.num_blocks, program.block_size, width),
         jnp.uint8 if program.format else dtype,
@@ -148,6 +162,7 @@ def lower(program: Call, target: str) -> Any:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
+    from pallas_kernels.kv_write.latents import LatentPool
     from pallas_kernels.kv_write.parts import PoolPart
     from pallas_kernels.paged_attention import tpu, tpu_layout
 
@@ -160,7 +175,7 @@ def lower(program: Call, target: str) -> Any:
     arguments = [
         array((tokens, heads, head_dim), dtype, *by_head),
         array((tokens, kv_heads, head_dim), dtype, *by_head),
-        array((tokens, kv_heads, head_dim), dtype, *by_head),
+        array((tokens, kv_heads, program.value_dim or head_dim), dtype, *by_head),
         array((program.num_rows, program.max_model_len // program.block_size), jnp.int32),
         array((program.num_rows,), jnp.int32),
         array((program.num_rows + 1,), jnp.int32),
@@ -170,6 +185,8 @@ def lower(program: Call, target: str) -> Any:
     def attend(pool, q, k, v, table, kv_lens, query_starts, sinks):
         if program.slot_lanes:
             pool = PoolPart(pool, k.shape[1], 1, program.part)
+        elif program.value_dim:
+            pool = LatentPool(pool, program.value_dim)
         return tpu.paged_attention(
             *(q, k, v, pool, table, kv_lens, query_starts),
             scale=head_dim**-0.5,

@@ -4,17 +4,14 @@ and Granite 4. Each with eight layers.
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.aot.contents import copies_of_size, kernel_calls
 from jaxpage.aot.hlo import parse
-from jaxpage.aot.targets import parse_target
+from tests.aot.largest import largest_steps
 from tests.aot.program import Program
 from tests.aot.steps import Place, environment, look, lower
 
@@ -97,23 +94,17 @@ TARGETS = tuple(place.name for place in PLACES)
 
 def programs(target: str) -> Iterator[Program]:
     """The largest decode step, the largest of prompts, and what copies states to and from the prefix cache."""
-    from jaxpage.aot.worker import make_job
     from jaxpage.runner.calls import COPY_STATES
 
     place = PLACES[TARGETS.index(target)]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{place.whole}.json"
-        path.write_text(json.dumps(MODELS[place.whole]))
-        options = {"model": str(path), "max_model_len": 32768}
-        job = make_job(options, parse_target(place.target), place.num_devices)
-        decode = [bucket.name for bucket in job.spec.buckets if bucket.decode][-1]
-        for name in (decode, job.spec.buckets[-1].name, COPY_STATES):
-            yield Program(
-                name=name,
-                lower=partial(lower, job, name),
-                look=partial(_look, job, place, name),
-                observers=(sys.modules[__name__],),
-            )
+    job, names = largest_steps(place, MODELS[place.whole])
+    for name in (*names, COPY_STATES):
+        yield Program(
+            name=name,
+            lower=partial(lower, job, name),
+            look=partial(_look, job, place, name),
+            observers=(sys.modules[__name__],),
+        )
 
 
 def _look(

@@ -33,6 +33,8 @@ CALLS = {
         "llama-8b-decode",
         "llama-8b-int8",
         "llama-8b-int8-decode",
+        "deepseek-v3-of-tp8",
+        "deepseek-v3-of-tp8-decode",
     ),
     "quant_matmul": (
         "int8-8x3584x37888",

@@ -20,6 +20,7 @@ NAMES = (
     "heads",
     "gemma4",
     "recurrent",
+    "latents",
     "quantised",
     "quant_matmul",
     "paged_attention_tpu",

@@ -40,11 +40,16 @@ def test_tiles_as_large_as_any_that_are_tried_are_among_them():
 
 
 def test_the_pool_stays_where_it_is(programs):
+    of_latents = [call.name for call in CALLS if call.value_dim]
     for each in programs.values():
         assert each["alias_bytes"] == each["pool_bytes"], each
         assert each["copies"] == [], each
         # Queries, results, and new keys and values, which are as large where every head has its own.
-        assert each["temp_bytes"] < 4 * each["q_bytes"] + 2**23, each
+        copies = 4
+        if each["name"] in of_latents:
+            # Steps have such queries by head. Here they are brought into that order, in wider rows.
+            copies = 7
+        assert each["temp_bytes"] < copies * each["q_bytes"] + 2**23, each
 
 
 def test_heads_that_are_no_whole_registers_need_no_tiles_in_hbm(programs):

@@ -31,7 +31,7 @@ HEAD_DIM, VALUE_DIM, WIDTH = (
 )  # of a key; of its part that is the value; of a slot
 
 
-def arguments(case: cases.Case) -> dict:
+def arguments(case: cases.Case, value_dim: int) -> dict:
     """Slots with a token have zeros behind their key, all others NaN."""
     arrays = on_tpu.arrays_of(case)
     keys = np.asarray(arrays["pool"])[:, :, 0]
@@ -39,17 +39,19 @@ def arguments(case: cases.Case) -> dict:
     behind = np.where(is_token, 0, np.nan).astype(keys.dtype)
     behind = np.repeat(behind, WIDTH - HEAD_DIM, axis=2)
     pool = np.concatenate([keys, behind], axis=2)
-    return arrays | {"pool": pool, "v": arrays["k"][..., :VALUE_DIM]}
+    return arrays | {"pool": pool, "v": arrays["k"][..., :value_dim]}
 
 
-def check(case: cases.Case, *, one_query_per_row: bool = False, **static) -> None:
+def check(
+    case: cases.Case, *, value_dim: int = VALUE_DIM, one_query_per_row: bool = False, **static
+) -> None:
     case = replace(case, num_kv_heads=1, head_dim=HEAD_DIM)
     case = replace(case, block_size=max(case.block_size, 32 // jnp.dtype(case.dtype).itemsize))
-    arrays = arguments(case)
+    arrays = arguments(case, value_dim)
     static |= on_tpu.static_of(case)
     q, k, v, slots = (arrays[name] for name in ("q", "k", "v", "slot_mapping"))
     rows = [arrays[name] for name in ("block_table", "kv_lens", "query_starts")]
-    pool = LatentPool(jnp.asarray(arrays["pool"]), VALUE_DIM)
+    pool = LatentPool(jnp.asarray(arrays["pool"]), value_dim)
     written = write_kv(pool, k, v, slots)
     definition = jax.jit(partial(reference.paged_attention, **static))
     expected = np.asarray(definition(q, written, *rows), np.float32)
@@ -79,6 +81,25 @@ def test_keys_alone_are_written_and_read(dtype):
 @pytest.mark.parametrize("num_heads", [8, 20, 128])
 def test_one_query_per_row(num_heads):
     check(replace(DECODE, num_heads=num_heads, dtype="bfloat16"), one_query_per_row=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_heads", [1, 20, 128])
+def test_any_number_of_heads_is_divided_into_shares(num_heads):
+    check(replace(MIXED, num_heads=num_heads, dtype="bfloat16"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one_query_per_row", [False, True])
+def test_values_may_end_within_a_register(one_query_per_row):
+    case = DECODE if one_query_per_row else MIXED
+    check(case, value_dim=96, one_query_per_row=one_query_per_row)
+
+
+@pytest.mark.slow
+def test_rows_of_several_fetches_and_parts_of_one():
+    lens = (1500, 513, 1024)
+    check(replace(DECODE, kv_lens=lens, dtype="bfloat16"), one_query_per_row=True)
 
 
 @pytest.mark.slow
