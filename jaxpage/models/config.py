@@ -316,7 +316,8 @@ def decoder_config(
         "attention_scale": head_dim**-0.5,
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
-        "mlp_bias": bool(getattr(hf, "mlp_bias", False)),
+        # Most models in transformers have no such option, and no biases there, whatever config.json says.
+        "mlp_bias": _has_option(hf, "mlp_bias") and bool(hf.mlp_bias),
         "initializer_range": hf.initializer_range,
     }
     return ModelConfig(**(fields | facts))

@@ -15,7 +15,7 @@ from jaxpage.models.attention import Attention
 from jaxpage.models.config import ExpertsConfig, MambaOptions, ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.granite import GraniteLayer, granite_config
-from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers
+from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers, time_step_limits
 from jaxpage.models.recurrence import Recurrence, WholeSequences
 from jaxpage.models.rope import NO_ROPE, Rotation
 from jaxpage.models.sources import Place, Source, granite_experts
@@ -101,7 +101,6 @@ def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:
         return {}
     if hf.hidden_act != "silu":
         raise ValueError(f"{owner}: hidden_act is {hf.hidden_act!r}; supported is 'silu'")
-    least, most = hf.time_step_limit or (0.0, float("inf"))
     sizes = recurrent_layers(
         hf,
         _COUNTS,
@@ -110,7 +109,7 @@ def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:
         options=MambaOptions(
             projection_bias=bool(hf.mamba_proj_bias),
             convolution_bias=bool(hf.mamba_conv_bias),
-            time_steps=(float(least), float(most)),
+            time_steps=time_step_limits(hf, owner),
         ),
     )
     return {"recurrent": sizes}

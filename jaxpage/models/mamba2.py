@@ -65,6 +65,23 @@ def recurrent_layers(
     )
 
 
+def time_step_limits(hf: PretrainedConfig, owner: str) -> tuple[float, float]:
+    """The least and the most time step, `time_step_limit`; without one, none. Raises ValueError, which names its
+    `owner`.
+    """
+    limits = hf.time_step_limit or (0.0, float("inf"))
+    if len(limits) != 2 or not all(isinstance(each, int | float) for each in limits):
+        raise ValueError(
+            f"{owner}: time_step_limit is {limits!r} in config.json; it must be the least and the most time step"
+        )
+    least, most = limits
+    if not least <= most:
+        raise ValueError(
+            f"{owner}: time_step_limit is {limits!r} in config.json: the least time step is above the most; swap them"
+        )
+    return float(least), float(most)
+
+
 def mamba_parts(config: ModelConfig, ours: str, theirs: str) -> dict[str, Place]:
     """The places of a layer's projections and convolutions, of which checkpoints have one each. ours, theirs: its path,
     and its name in checkpoints.

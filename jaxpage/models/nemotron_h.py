@@ -23,7 +23,7 @@ from jaxpage.models.config import (
 from jaxpage.models.decoder import CausalLM, SelfAttention, hidden_norm
 from jaxpage.models.experts import MixtureOfExperts
 from jaxpage.models.layers import WideRMSNorm
-from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers
+from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers, time_step_limits
 from jaxpage.models.recurrence import Recurrence, WholeSequences
 from jaxpage.models.rope import NO_ROPE, Rotation
 from jaxpage.models.sources import Place, Source, Stacked
@@ -103,7 +103,6 @@ def nemotron_h_config(
         raise ValueError(
             f"{_NAME}: mamba_hidden_act is {hf.mamba_hidden_act!r}; supported is 'silu'"
         )
-    least, most = hf.time_step_limit or (0.0, float("inf"))
     sizes = recurrent_layers(
         hf,
         ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel"),
@@ -114,7 +113,7 @@ def nemotron_h_config(
             convolution_bias=bool(hf.use_conv_bias),
             # As NVIDIA's own code. transformers 5 has time_step_min, which is for initial values, as the least in
             # prompts but not in decode steps; vLLM has no limits.
-            time_steps=(float(least), float(most)),
+            time_steps=time_step_limits(hf, _NAME),
         ),
     )
     return decoder_config(

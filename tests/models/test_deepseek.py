@@ -168,6 +168,12 @@ def spec_of(folder, **options: Any) -> EngineSpec:
     return make_engine_spec(engine, device=jax.local_devices()[0])
 
 
+def test_biases_of_mlps_are_those_that_transformers_has():
+    """Its MLPs of V3 and of GLM-4.7 have none, whatever config.json says."""
+    assert v2(mlp_bias=True).mlp_bias
+    assert not v3(mlp_bias=True).mlp_bias and not glm(mlp_bias=True).mlp_bias
+
+
 def test_a_pool_has_latents_alone(tmp_path):
     """A token has 576 numbers in a layer, and not 4 heads of 192 + 128."""
     spec = spec_of(tmp_path).with_blocks(5)

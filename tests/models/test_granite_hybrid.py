@@ -101,6 +101,10 @@ def test_infinity_as_transformers_writes_it(tmp_path):
         ({"mamba_d_conv": None}, "mamba_d_conv is None in config.json"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
         ({"num_experts_per_tok": 65}, "65 experts for each token of 64"),
+        (
+            {"time_step_limit": [1.0, 0.5]},
+            r"time_step_limit is .1.0, 0.5. in config.json: the least time step is above the most",
+        ),
     ],
 )
 def test_what_does_not_exist_is_refused(changes, complaint, tmp_path):

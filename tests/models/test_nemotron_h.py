@@ -110,6 +110,8 @@ def test_layers_of_older_configs_and_without_experts(tmp_path):
         ({"mlp_hidden_act": "tanh"}, "activation 'tanh'; supported are silu"),
         ({"n_shared_experts": 2}, "n_shared_experts is 2 in config.json; supported is 1"),
         ({"n_routed_experts": 5}, "6 experts for each token of 5"),
+        ({"time_step_limit": [0.1, 0.01]}, "the least time step is above the most; swap them"),
+        ({"time_step_limit": [0.1]}, "it must be the least and the most time step"),
     ],
 )
 def test_what_is_not_supported_is_refused(changes, message, tmp_path):
