@@ -5,6 +5,7 @@ Pure arithmetic on the result of `worker.measure`. Must not know compilers.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from jaxpage.aot.exchange import Collective, seconds_of
 from jaxpage.aot.targets import Links
 from jaxpage.runner.memory import pool_bytes_of
 
-NOTHING_HELPS = "a larger chip: neither a shorter length, int8 nor 8 times the devices is enough"
+NOTHING_HELPS = "a larger chip: neither a shorter length, smaller steps, int8 nor 8 times the devices is enough"
 # What `pallas_kernels.paged_attention.tpu_layout` says of a block size that the kernel cannot read.
 _BLOCK_SIZE = re.compile(r"needs a block_size that is a power of two and (at least \d+)")
 
@@ -186,6 +187,12 @@ def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
     shorter = next((n for n, count in measured["longest"] if (count + 1) * block <= left), None)
     if shorter:
         found.append(f"--max-model-len {shorter}")
+    smaller = (
+        n
+        for n, temp_bytes, count in measured["smaller_steps"]
+        if (count + 1) * block <= left + measured["temp_bytes"] - temp_bytes
+    )
+    found += [f"--max-num-batched-tokens {n}" for n in itertools.islice(smaller, 1)]
     in_int8 = measured["in_int8"]
     if in_int8["block_bytes"] is not None and (wanted + 1) * in_int8["block_bytes"] <= left:
         found.append("--kv-cache-dtype int8")

@@ -6,11 +6,13 @@ Derived from the shapes of an engine alone. Models without experts add nothing.
 from __future__ import annotations
 
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxpage.aot.exchange import Collective
 from jaxpage.aot.pictures import ENCODER
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.models.decoder import CausalLM
+from jaxpage.models.experts import MixtureOfExperts
 from jaxpage.weights.spec import ParamSpec, specs
 
 
@@ -56,12 +58,29 @@ def exchange_of_experts(spec: EngineSpec) -> list[Collective]:
 
 
 def temp_bytes_of_experts(spec: EngineSpec) -> int:
-    """In addition to `steps.most_temp_bytes`: each device has a row for each expert of each token, and f32 products."""
+    """In addition to `steps.most_temp_bytes`. Each device has a row for each expert of each token, however many devices
+    share the experts: all rows may be of its own. At the most it holds the rows, their products with gate and up, and
+    the activations; or activations and products with down, and on a TPU these in the order of tokens as well. Products
+    are float32; without a kernel, XLA has those with gate and up twice.
+    """
     model = spec.model.config
-    if model.experts is None:
+    experts = model.experts
+    if experts is None:
         return 0
-    num_rows = spec.config.max_num_batched_tokens * model.experts.experts_per_token
-    return 12 * num_rows * (model.hidden_size + model.experts.intermediate_size)
+    itemsize = jnp.dtype(model.dtype).itemsize
+    size, inner = experts.latent_size or model.hidden_size, experts.intermediate_size
+    products = 4 * (2 * inner if experts.has_gate else inner)
+    times = 1 if _has_kernel(spec.model) else 2
+    before = itemsize * (size + inner) + times * products
+    after = itemsize * inner + (1 if spec.hardware.platform == "gpu" else 2) * 4 * size
+    num_rows = spec.config.max_num_batched_tokens * experts.experts_per_token
+    return num_rows * max(before, after)
+
+
+def _has_kernel(model: CausalLM) -> bool:
+    """Whether a kernel multiplies the experts, in all layers."""
+    mixtures = (m for _, m in nnx.iter_modules(model) if isinstance(m, MixtureOfExperts))
+    return all(each.kernel.platform is not None for each in mixtures)
 
 
 def _is_of_experts(parameter: ParamSpec) -> bool:

@@ -44,7 +44,7 @@ from jaxpage.environment import compiler_flags
 from jaxpage.ops.attention import max_blocks
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.lowering import Lowerings
-from jaxpage.runner.memory import pool_bytes_of
+from jaxpage.runner.memory import SMALLEST_BUDGET, pool_bytes_of
 from jaxpage.runner.programs import Lowering, compile_program, num_cores, step_bytes
 
 LENGTHS = (1024, 8192, 32768)  # sequence lengths for which the largest batch is computed
@@ -129,8 +129,7 @@ def measure(
         others = [each for each in programs[3:] if not each["name"].startswith("forward")]
         temp_bytes = largest_step_bytes(programs[:3] + others, config.decode_steps)
     elif fits:
-        largest = temp_bytes_of_encoder(encoder["largest"]) if encoder else 0
-        temp_bytes = max(temp_bytes_at_most(spec), largest)
+        temp_bytes = _temp_bytes_at_most(spec, encoder)
     sized = size(
         spec,
         available=partial(_pool_bytes, spec, target),
@@ -157,6 +156,7 @@ def measure(
         "pool_bytes": spec.pool.num_blocks * spec.block_bytes,  # as compiled
         # Of a sequence of so many tokens: at most, and while it decodes.
         "blocks": {str(n): _blocks(spec, n) for n in lengths},
+        "smaller_steps": smaller_steps(spec, temp_bytes, encoder),
         "longest": [[n, spec.footprint.num_blocks(n)] for n in _shorter(config.max_model_len)],
         "programs": programs,
         "attention": _attention(job, programs),
@@ -328,6 +328,31 @@ def _blocks(spec: EngineSpec, num_tokens: int) -> tuple[int, int]:
     footprint = spec.footprint
     decoding = footprint.num_decoding_blocks(num_tokens, spec.config.decode_steps)
     return footprint.num_blocks(num_tokens), decoding
+
+
+def _temp_bytes_at_most(spec: EngineSpec, encoder: dict[str, int] | None) -> int:
+    """An empirical upper bound for a step and for the encoder of pictures."""
+    largest = temp_bytes_of_encoder(encoder["largest"]) if encoder else 0
+    return max(temp_bytes_at_most(spec), largest)
+
+
+def smaller_steps(
+    spec: EngineSpec, temp_bytes: int, encoder: dict[str, int] | None
+) -> list[tuple[int, int, int]]:
+    """Smaller numbers of tokens in a step, largest first, as `size_pool` would try them: with each the temporaries at
+    most, and the blocks that a sequence of `max_model_len` needs. None if those of the largest step, `temp_bytes`, are
+    more than was expected: then something else than its tokens takes memory.
+    """
+    steps, num_tokens = [], spec.config.max_num_batched_tokens
+    if temp_bytes > _temp_bytes_at_most(spec, encoder) and spec.no_kernel_reason:
+        return []
+    while num_tokens > SMALLEST_BUDGET:
+        num_tokens //= 2
+        config = dataclasses.replace(spec.config, max_num_batched_tokens=num_tokens)
+        smaller = dataclasses.replace(spec, config=config)
+        most = min(temp_bytes, _temp_bytes_at_most(smaller, encoder))
+        steps.append((num_tokens, most, smaller.footprint.num_blocks(config.max_model_len)))
+    return steps
 
 
 def _shorter(max_model_len: int) -> list[int]:

@@ -56,6 +56,7 @@ def measured(**changes):
         "in_int8": {"weight_bytes": 2 * GB, "block_bytes": 10**6 // 2},
         "temp_bytes": GB + GB // 10,
         "blocks": {"1000": [10, 10], "100000": [1000, 1000]},
+        "smaller_steps": [],
         "longest": [[50_000, 500], [25_000, 250], [100, 1]],
         "programs": [
             program | {"temp_bytes": GB, "result_bytes": 0},
@@ -120,6 +121,19 @@ def test_what_does_not_fit_says_what_would():
     already = {"weight_bytes": None, "block_bytes": None}
     smaller = measured(weight_bytes=7.5 * GB, in_int8=already)
     assert estimate(smaller).changes == ("--max-model-len 25000", "--tp 2")
+
+
+def test_smaller_steps_may_leave_room():
+    """0.3 GB are left, 1 GB is wanted; of 1.1 GB of temporaries 0.7 GB must go."""
+    steps = [(128, 700_000_000, 1000), (64, 390_000_000, 1000)]
+    found = measured(weight_bytes=7.5 * GB, smaller_steps=steps)
+    assert estimate(found).changes[:2] == ("--max-model-len 25000", "--max-num-batched-tokens 64")
+    # With a window a sequence needs fewer blocks if a step has fewer tokens.
+    windowed = [(128, 700_000_000, 600), *steps[1:]]
+    found = measured(weight_bytes=7.5 * GB, smaller_steps=windowed, longest=[])
+    assert estimate(found).changes[0] == "--max-num-batched-tokens 128"
+    found = measured(weight_bytes=7.5 * GB, smaller_steps=steps[:1])
+    assert not any("batched" in each for each in estimate(found).changes)
 
 
 def test_a_step_that_only_the_kernel_makes_fit_names_the_block_sizes():

@@ -29,6 +29,7 @@ def test_a_decode_step_and_a_prefill_step_of_each_case(found):
 
 
 def test_each_device_has_its_experts_and_reads_them_where_they_are(found):
+    """Also those of gpt-oss on a TPU, which would lay out [8, 5760, 2880] by its 5,760 outputs, a multiple of 128."""
     for case, each in found:
         model = EXPERTS[case.model]
         num_experts = model.get("num_experts") or model["num_local_experts"]

@@ -92,7 +92,7 @@ NOT_INT8 = {"in_int8": {"weight_bytes": None, "block_bytes": None}}
         ({"weight_bytes": 8 * GB} | NOT_INT8, ""),  # more devices alone would help
         (
             {"weight_bytes": 200 * GB} | NOT_INT8,
-            " It takes a larger chip: neither a shorter length, int8 nor 8 times the devices is enough.",
+            " It takes a larger chip: neither a shorter length, smaller steps, int8 nor 8 times the devices is enough.",
         ),
     ],
 )

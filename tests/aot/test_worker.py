@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
 import pytest
 
 from jaxpage.aot.exchange import Collective
-from jaxpage.aot.experts import exchange_of_experts, num_active, numbers_of
+from jaxpage.aot.experts import (
+    exchange_of_experts,
+    num_active,
+    numbers_of,
+    temp_bytes_of_experts,
+)
 from jaxpage.aot.model_numbers import numbers_of_drafts, numbers_of_model, temp_bytes_at_most
 from jaxpage.aot.pictures import numbers_of_encoder
 from jaxpage.aot.steps import exchange_of
-from jaxpage.aot.worker import largest_step_bytes
+from jaxpage.aot.worker import largest_step_bytes, smaller_steps
 from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import make_engine_spec
+from jaxpage.ops.experts import ExpertsKernel
+from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.mesh import local_mesh
 from jaxpage.weights.spec import specs
+from jaxpage.weights.transform import choose_experts
 from tests.aot.gemma4 import MODELS as GEMMA_4
 from tests.aot.heads import HEAD
 from tests.aot.models import DEEPSEEK_V2_LITE, EXPERTS, MODELS, QWEN2_5_VL_3B
@@ -67,6 +76,35 @@ def spec_with_drafts(tmp_path, num_devices=1, **options):
     mesh = local_mesh(num_devices) if num_devices > 1 else None
     config = EngineConfig.from_options(**options)
     return make_engine_spec(config, device=jax.local_devices()[0], mesh=mesh)
+
+
+def test_each_device_has_rows_for_the_experts_of_all_tokens(tmp_path):
+    """8 of 128 experts of 768 for each of 2,048 tokens of 2,048 numbers in bfloat16, on a CPU in plain XLA: inputs,
+    products with gate and up, twice, and activations. A kernel has the products once: then those with down are more,
+    with their activations, and again in the order of tokens.
+    """
+    alone, four = (spec_of(SHORT_MIXTURE, tmp_path, n) for n in (1, 4))
+    in_xla = 2048 * 8 * (2 * 2048 + 2 * 4 * 2 * 768 + 2 * 768)
+    assert temp_bytes_of_experts(alone) == temp_bytes_of_experts(four) == in_xla
+    choose_experts(alone.model, lambda *_: Choice("tpu", ExpertsKernel("tpu")))
+    assert temp_bytes_of_experts(alone) == 2048 * 8 * (2 * 768 + 2 * 4 * 2048)
+
+
+def test_smaller_steps_need_less(tmp_path):
+    spec = spec_of(SHORT_MIXTURE, tmp_path)
+    most = temp_bytes_at_most(spec)
+    found = smaller_steps(spec, most, None)
+    assert [n for n, _, _ in found] == [1024, 512, 256, 128, 64]
+    sizes = [most, *(temp_bytes for _, temp_bytes, _ in found)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[1] > temp_bytes_of_experts(spec) / 2
+    assert {count for _, _, count in found} == {40960 // spec.config.block_size}
+    measured = smaller_steps(spec, most // 2, None)  # by a compiler
+    assert max(temp_bytes for _, temp_bytes, _ in measured) <= most // 2
+    # Attention in plain XLA may copy the pool, however few tokens there are.
+    copying = dataclasses.replace(spec, no_kernel_reason="a reason")
+    assert smaller_steps(copying, most + 1, None) == []
+    assert smaller_steps(copying, most, None) == found
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
