@@ -14,7 +14,9 @@ from jaxpage.aot.exchange import Collective, seconds_of
 from jaxpage.aot.targets import Links
 from jaxpage.runner.memory import pool_bytes_of
 
-NOTHING_HELPS = "a larger chip: neither a shorter length, smaller steps, int8 nor 8 times the devices is enough"
+NOTHING_HELPS = (
+    "a larger chip: neither a shorter length, smaller steps, int8 nor 8 times the devices is enough"
+)
 # What `pallas_kernels.paged_attention.tpu_layout` says of a block size that the kernel cannot read.
 _BLOCK_SIZE = re.compile(r"needs a block_size that is a power of two and (at least \d+)")
 

@@ -29,7 +29,7 @@ def test_a_decode_step_and_a_prefill_step_of_each_case(found):
 
 
 def test_each_device_has_its_experts_and_reads_them_where_they_are(found):
-    """Also those of gpt-oss on a TPU, which would lay out [8, 5760, 2880] by its 5,760 outputs, a multiple of 128."""
+    """Also gpt-oss's [8, 5760, 2880], which XLA on a TPU lays out with the 5,760 outputs in lanes."""
     for case, each in found:
         model = EXPERTS[case.model]
         num_experts = model.get("num_experts") or model["num_local_experts"]
@@ -87,7 +87,7 @@ def test_kernels_serve_attention_and_experts(found):
 
 
 def test_pool_and_state_stay_and_temporaries_are_bounded(found):
-    for case, each in found:
+    for _, each in found:
         assert each["alias_bytes"] >= each["pool_bytes"] + each["state_bytes"], each
         assert each["pool_copies"] == [], each
         assert each["temp_bytes"] < each["most_temp_bytes"], each
