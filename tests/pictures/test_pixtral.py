@@ -143,6 +143,7 @@ def test_files_of_a_checkpoint_are_heard(make, tokenizer, tmp_path):
         ({"size": {"longest_edge": True}}, "in whole pixels above 0"),
         ({"size": {"height": 30}}, "in whole pixels above 0"),
         ({"size": 30}, "is 30; give"),
+        ({"size": {}}, "is {}; give"),
     ],
 )
 def test_options_that_are_refused(make, options, message):
