@@ -117,18 +117,20 @@ def mtp_config(
         raise ValueError(
             f'method "mtp" is for {", ".join(ARCHITECTURES)} with experts, and the model is {target.architecture}'
         )
-    architecture, layer = (hf.architectures or ["?"])[0], hf.num_hidden_layers
+    architecture = (hf.architectures or ["?"])[0]
+    layer = getattr(hf, "num_hidden_layers", None)
     if (architecture, layer) != (target.architecture, target.num_layers):
         raise ValueError(
-            f"{architecture} with {layer} layers has the MTP layer of another model than {target.architecture} with "
-            f"{target.num_layers}; leave model out to take the layer of the model's own checkpoint"
+            f"{architecture} with {layer} layers is another model than {target.architecture} with {target.num_layers}, "
+            "and has no MTP layer for it; leave model out to take the layer of the model's own checkpoint"
         )
     number = getattr(hf, "num_nextn_predict_layers", None)
     if type(number) is not int or number < 1:
         raise ValueError(
             f"the checkpoint of {architecture} has no MTP layer: num_nextn_predict_layers is {number!r} in config.json"
         )
-    name = f"model.layers.{layer}.eh_proj.weight"
+    # Of a norm, which no format of quantised weights renames.
+    name = f"model.layers.{target.num_layers}.enorm.weight"
     if tensors is not None and name not in tensors:
         raise ValueError(
             f"the checkpoint of {architecture} has no MTP layer: it lacks {name}, although num_nextn_predict_layers is "
@@ -142,7 +144,10 @@ def mtp_config(
         ropes=target.ropes[-1:],
         experts=replace(target.experts, layers=(0,)),
         eagle=EagleOptions(
-            layers=(), target_hidden_size=target.hidden_size, has_head=False, mtp_layer=layer
+            layers=(),
+            target_hidden_size=target.hidden_size,
+            has_head=False,
+            mtp_layer=target.num_layers,
         ),
     )
 
