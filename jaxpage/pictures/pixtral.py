@@ -230,14 +230,21 @@ def pixtral_processor(
 
 
 def _tokens_of(settings: ProcessorSettings, tokenizer: Any) -> list[int | None]:
-    """Placeholder, end of a row, end of a picture; None for those that the tokenizer does not have."""
+    """Placeholder, end of a row, end of a picture; None for those that the tokenizer does not have.
+
+    Raises ValueError for names that are none.
+    """
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     names = {
         "image_token": "[IMG]",
         "image_break_token": "[IMG_BREAK]",
         "image_end_token": "[IMG_END]",
     }
-    return [vocabulary.get(settings.joint.get(name, usual)) for name, usual in names.items()]
+    names |= {name: settings.joint[name] for name in names if name in settings.joint}
+    for name, token in names.items():
+        if not isinstance(token, str):
+            raise ValueError(f"{name} is {token!r} in processor_config.json; it must be a string")
+    return [vocabulary.get(token) for token in names.values()]
 
 
 def _largest(size: Any) -> tuple[int, int]:

@@ -163,6 +163,11 @@ def test_a_model_without_the_layer_is_refused(changes, message, path, tmp_path):
         spec_of(changed(path, tmp_path, **changes))
 
 
+def test_what_overrides_config_json_decides_whether_there_is_one(path, tmp_path):
+    without = changed(path, tmp_path, num_nextn_predict_layers=0)
+    assert len(spec_of(without, hf_overrides={"num_nextn_predict_layers": 1}).models) == 2
+
+
 def test_other_families_and_other_models_are_refused(path, tmp_path):
     llama = checkpoints.build("llama", 0, tmp_path / "llama")
     with pytest.raises(ValueError, match='method "mtp" is for DeepseekV3.* is LlamaForCausalLM'):
