@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Of models whose checkpoints may have such a layer.
-ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+_ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 
 _COPIES = ("embed_tokens.", "shared_head.head.")
 
@@ -60,13 +60,13 @@ class MTPLayer(DecoderLayer):
 
     def guess(
         self,
-        pairs: tuple[jax.Array, jax.Array],
+        embeds: jax.Array,
+        hidden: jax.Array,
         rotation: Rotation,
         attention: Attention,
         is_token: jax.Array | None,
     ) -> jax.Array:
-        """Hidden states [T, E] of pairs: embeddings and hidden states, both [T, E]."""
-        embeds, hidden = pairs
+        """Hidden states [T, E] of pairs of an embedding and a hidden state, both [T, E]."""
         x = self.eh_proj(jnp.concatenate([self.enorm(embeds), self.hnorm(hidden)], axis=-1))
         return self.shared_head.norm(self(x, rotation, attention, is_token))
 
@@ -101,7 +101,7 @@ class MTPHead(CausalLM):
         arrays = rope.arrays(inputs.positions, features.dtype, three=False)
         rotation = Rotation(*arrays, rotate=inputs.rotate)
         (layer,) = self.model.layers.values()
-        x = layer.guess((embeds, features), rotation, inputs.attention, inputs.is_token)
+        x = layer.guess(embeds, features, rotation, inputs.attention, inputs.is_token)
         return x, x
 
 
@@ -113,9 +113,9 @@ def mtp_config(
     tensors: the names in the checkpoint; None if there is none. Of several such layers it is the first, as in vLLM.
     Raises ValueError if there is none, or if it is of another model.
     """
-    if target.architecture not in ARCHITECTURES or target.experts is None:
+    if target.architecture not in _ARCHITECTURES or target.experts is None:
         raise ValueError(
-            f'method "mtp" is for {", ".join(ARCHITECTURES)} with experts, and the model is {target.architecture}'
+            f'method "mtp" is for {", ".join(_ARCHITECTURES)} with experts, and the model is {target.architecture}'
         )
     architecture = (hf.architectures or ["?"])[0]
     layer = getattr(hf, "num_hidden_layers", None)
