@@ -111,11 +111,10 @@ class StepPlan:
     forced_tokens: list[tuple[int, int, list[int]]] = field(default_factory=list)
     # (row, [k, E]): embeddings that replace the row's first k tokens of this step
     input_embeds: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    # (picture, int32[num_tokens]): pictures to encode into these rows of the picture cache before the rows run; the
-    # null row, 0, at tokens that have no embedding
+    # (picture, int32[num_embeddings]): pictures to encode into these rows of the picture cache before the rows run
     encodes: list[tuple[Picture, np.ndarray]] = field(default_factory=list)
-    # (row, offset, int32[k] rows of the picture cache): embeddings that replace k of the row's tokens of this step; the
-    # null row replaces nothing
+    # (row, offset, int32[k] rows of the picture cache): embeddings that replace k of the row's tokens of this step;
+    # the null row, 0, replaces nothing
     picture_tokens: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     # (row, int32[3, k]): rotary positions of the row's first k tokens of this step; see `PromptPictures`
     positions: list[tuple[int, np.ndarray]] = field(default_factory=list)

@@ -12,7 +12,7 @@ from jaxpage.hub import local_folder
 
 METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 _NGRAM = ("ngram", "[ngram]")  # vLLM's names of prompt lookup, as a method and as a model
-# vLLM's names of the last method for the models that jaxpage has.
+# vLLM's older names of "mtp", for the families that jaxpage has.
 _MTP = (
     *("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "ernie_mtp"),
     *("nemotron_h_mtp", "qwen3_next_mtp", "qwen3_5_mtp"),

@@ -573,10 +573,10 @@ class FakeRunner:
 
     def _encode(self, plan: StepPlan) -> None:
         for picture, rows in plan.encodes:
-            taken = {row: i for i, row in enumerate(rows.tolist()) if row}
-            assert len(rows) == picture.num_tokens and len(taken) == picture.num_embeddings
-            assert not set(taken.values()) & set(picture.breaks)
-            self._picture_rows.update({row: (picture.content_hash, i) for row, i in taken.items()})
+            tokens = [i for i in range(picture.num_tokens) if i not in picture.breaks]
+            assert 0 not in rows and len(set(rows.tolist())) == len(rows)
+            embeddings = [(picture.content_hash, i) for i in tokens]
+            self._picture_rows.update(zip(rows.tolist(), embeddings, strict=True))
             self.encoded.append(picture.content_hash)
 
     def _check_pictures(self, plan: StepPlan) -> None:

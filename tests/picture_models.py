@@ -234,6 +234,8 @@ def mistral3_config(
         "num_key_value_heads": 2,
         "head_dim": 12,
         "max_position_embeddings": 512,
+        # The projector's too.
+        "rms_norm_eps": 1e-3,
         "rope_parameters": dense_families.growing(dense_families.YARN, 0.2, 32),
         "bos_token_id": 1,
         "eos_token_id": 2,

@@ -17,7 +17,7 @@ from jaxpage.pictures.border import Picture
 from jaxpage.plan import StepPlan
 from jaxpage.request import Request, Sequence
 
-NULL_ROW = 0  # receives the writes of padding; belongs to no picture
+NULL_ROW = 0  # of tokens without an embedding; receives the writes of padding
 
 
 class PictureCache:
@@ -32,7 +32,7 @@ class PictureCache:
         self.num_encoded = 0  # pictures, since start
         self._budget, self._whole = budget, whole
         self._free = list(range(num_rows - 1, NULL_ROW, -1))
-        # Content hash -> int32[num_tokens] rows, the null row at breaks; the least recently used first.
+        # Content hash -> int32[num_embeddings] rows; the least recently used first.
         self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._wanted: Counter[bytes] = Counter()  # content hash -> unfinished requests with it
         self._halfway: dict[Sequence, bytes] = {}  # pictures that are computed in part
@@ -95,7 +95,7 @@ class PictureCache:
         """The plan will not be launched: forget the pictures that it would have encoded."""
         for picture, rows in plan.encodes:
             del self._rows[picture.content_hash]
-            self._free += _taken(rows)
+            self._free += rows.tolist()
             self.num_encoded -= 1
 
     def may_begin(self, sequence: Sequence, start: int) -> bool:
@@ -116,7 +116,8 @@ class PictureCache:
 
     def rows(self, picture: Picture) -> np.ndarray:
         """int32[num_tokens]: the rows of a picture that `reach` has just included in the plan, null rows at breaks."""
-        return self._rows[picture.content_hash]
+        rows, breaks = self._rows[picture.content_hash], picture.breaks
+        return np.insert(rows, np.array(breaks, int) - np.arange(len(breaks)), NULL_ROW)
 
     def release(self, sequence: Sequence) -> None:
         """A sequence ended or was preempted, so it no longer needs a partly computed picture."""
@@ -125,26 +126,22 @@ class PictureCache:
     def forget_all(self) -> None:
         """Evict all pictures, because a step failed or the weights change."""
         for rows in self._rows.values():
-            self._free += _taken(rows)
+            self._free += rows.tolist()
         self._rows.clear()
         self._halfway.clear()
 
     def _may_encode(self, picture: Picture) -> bool:
         if picture.num_embeddings > self._left and self._left < self._budget:
             return False
-        room = len(self._free) + sum(
-            int(np.count_nonzero(self._rows[key] != NULL_ROW)) for key in self._evictable()
-        )
+        room = len(self._free) + sum(len(self._rows[key]) for key in self._evictable())
         return picture.num_embeddings <= room
 
     def _encode(self, plan: StepPlan, picture: Picture) -> None:
         victims = iter(self._evictable())
         while len(self._free) < picture.num_embeddings:
-            self._free += _taken(self._rows.pop(next(victims)))
-        rows = np.full(picture.num_tokens, NULL_ROW, np.int32)
-        others = np.delete(np.arange(picture.num_tokens), picture.breaks)
-        rows[others] = [self._free.pop() for _ in range(picture.num_embeddings)]
-        self._rows[picture.content_hash] = rows
+            self._free += self._rows.pop(next(victims)).tolist()
+        taken = [self._free.pop() for _ in range(picture.num_embeddings)]
+        rows = self._rows[picture.content_hash] = np.array(taken, np.int32)
         plan.encodes.append((picture, rows))
         self._left -= picture.num_embeddings
         self.num_encoded += 1
@@ -154,8 +151,3 @@ class PictureCache:
         needed = self._in_plan.union(self._halfway.values())
         found = [key for key in self._rows if key not in needed]
         return sorted(found, key=lambda key: key in self._wanted)
-
-
-def _taken(rows: np.ndarray) -> list[int]:
-    """The rows that belong to a picture."""
-    return rows[rows != NULL_ROW].tolist()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Of models whose checkpoints may have such a layer.
-ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+_ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 
 _COPIES = ("embed_tokens.", "shared_head.head.")
 
@@ -60,13 +60,13 @@ class MTPLayer(DecoderLayer):
 
     def guess(
         self,
-        pairs: tuple[jax.Array, jax.Array],
+        embeds: jax.Array,
+        hidden: jax.Array,
         rotation: Rotation,
         attention: Attention,
         is_token: jax.Array | None,
     ) -> jax.Array:
-        """Hidden states [T, E] of pairs: embeddings and hidden states, both [T, E]."""
-        embeds, hidden = pairs
+        """Hidden states [T, E] of pairs of an embedding and a hidden state, both [T, E]."""
         x = self.eh_proj(jnp.concatenate([self.enorm(embeds), self.hnorm(hidden)], axis=-1))
         return self.shared_head.norm(self(x, rotation, attention, is_token))
 
@@ -101,7 +101,7 @@ class MTPHead(CausalLM):
         arrays = rope.arrays(inputs.positions, features.dtype, three=False)
         rotation = Rotation(*arrays, rotate=inputs.rotate)
         (layer,) = self.model.layers.values()
-        x = layer.guess((embeds, features), rotation, inputs.attention, inputs.is_token)
+        x = layer.guess(embeds, features, rotation, inputs.attention, inputs.is_token)
         return x, x
 
 
@@ -113,22 +113,24 @@ def mtp_config(
     tensors: the names in the checkpoint; None if there is none. Of several such layers it is the first, as in vLLM.
     Raises ValueError if there is none, or if it is of another model.
     """
-    if target.architecture not in ARCHITECTURES or target.experts is None:
+    if target.architecture not in _ARCHITECTURES or target.experts is None:
         raise ValueError(
-            f'method "mtp" is for {", ".join(ARCHITECTURES)} with experts, and the model is {target.architecture}'
+            f'method "mtp" is for {", ".join(_ARCHITECTURES)} with experts, and the model is {target.architecture}'
         )
-    architecture, layer = (hf.architectures or ["?"])[0], hf.num_hidden_layers
+    architecture = (hf.architectures or ["?"])[0]
+    layer = getattr(hf, "num_hidden_layers", None)
     if (architecture, layer) != (target.architecture, target.num_layers):
         raise ValueError(
-            f"{architecture} with {layer} layers has the MTP layer of another model than {target.architecture} with "
-            f"{target.num_layers}; leave model out to take the layer of the model's own checkpoint"
+            f"{architecture} with {layer} layers is another model than {target.architecture} with {target.num_layers}, "
+            "and has no MTP layer for it; leave model out to take the layer of the model's own checkpoint"
         )
     number = getattr(hf, "num_nextn_predict_layers", None)
     if type(number) is not int or number < 1:
         raise ValueError(
             f"the checkpoint of {architecture} has no MTP layer: num_nextn_predict_layers is {number!r} in config.json"
         )
-    name = f"model.layers.{layer}.eh_proj.weight"
+    # Of a norm, which no format of quantised weights renames.
+    name = f"model.layers.{target.num_layers}.enorm.weight"
     if tensors is not None and name not in tensors:
         raise ValueError(
             f"the checkpoint of {architecture} has no MTP layer: it lacks {name}, although num_nextn_predict_layers is "
@@ -142,7 +144,10 @@ def mtp_config(
         ropes=target.ropes[-1:],
         experts=replace(target.experts, layers=(0,)),
         eagle=EagleOptions(
-            layers=(), target_hidden_size=target.hidden_size, has_head=False, mtp_layer=layer
+            layers=(),
+            target_hidden_size=target.hidden_size,
+            has_head=False,
+            mtp_layer=target.num_layers,
         ),
     )
 

@@ -27,7 +27,7 @@ class Picture:
 
     patches: np.ndarray  # float32[P, patch_values], in the encoder's order
     grid: tuple[int, int, int]  # (frames, height, width) in patches; their product is P
-    num_tokens: int  # in the prompt: an embedding for each, `breaks` apart
+    num_tokens: int  # in the prompt: one for each embedding, and `breaks`
     # Of the decoded pixels and of everything the processor was told; 32 bytes.
     content_hash: bytes
     second_per_grid: float | None = None  # of videos: seconds from one row of frames to the next

@@ -27,6 +27,10 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC = 3
 _LONGEST_EDGE = 1024  # pixels, where the checkpoint does not say
 _SIZE = "size"  # the only option that a user may give instead of the checkpoint's
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "patch_size", "image_size"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +191,7 @@ def pixtral_processor(
         raise ValueError(
             f"options of the picture processor: {', '.join(unknown)} unknown; known is {_SIZE}"
         )
-    told, config = settings.image | dict(options or {}), pixtral_vision_config(hf)
+    told, config = settings.image, pixtral_vision_config(hf)
     off = [key for key in ("do_resize", "do_rescale", "do_normalize") if told.get(key) is False]
     if off:
         raise ValueError(
@@ -209,9 +213,10 @@ def pixtral_processor(
             f"the placeholder of pictures is token {image} of the tokenizer, and {hf.image_token_id} in config.json; "
             "they must be equal"
         )
+    usual = told.get(_SIZE) or {"longest_edge": _LONGEST_EDGE}
     return PixtralProcessor(
         config=config,
-        largest=_largest(told.get(_SIZE) or {"longest_edge": _LONGEST_EDGE}),
+        largest=_largest((options or {}).get(_SIZE, usual)),
         resample=told.get("resample", _BICUBIC),
         normalisation=Normalisation(
             scale=told.get("rescale_factor", 1 / 255),
@@ -225,14 +230,21 @@ def pixtral_processor(
 
 
 def _tokens_of(settings: ProcessorSettings, tokenizer: Any) -> list[int | None]:
-    """Placeholder, end of a row, end of a picture; None for those that the tokenizer does not have."""
+    """Placeholder, end of a row, end of a picture; None for those that the tokenizer does not have.
+
+    Raises ValueError for names that are none.
+    """
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     names = {
         "image_token": "[IMG]",
         "image_break_token": "[IMG_BREAK]",
         "image_end_token": "[IMG_END]",
     }
-    return [vocabulary.get(settings.joint.get(name, usual)) for name, usual in names.items()]
+    names |= {name: settings.joint[name] for name in names if name in settings.joint}
+    for name, token in names.items():
+        if not isinstance(token, str):
+            raise ValueError(f"{name} is {token!r} in processor_config.json; it must be a string")
+    return [vocabulary.get(token) for token in names.values()]
 
 
 def _largest(size: Any) -> tuple[int, int]:
@@ -256,17 +268,23 @@ def pixtral_vision_config(hf: PretrainedConfig) -> PixtralVisionConfig:
         raise ValueError(
             f"the vision tower is of model_type {vision.model_type!r}; supported is pixtral"
         )
+    sizes = {name: getattr(vision, name) for name in _SIZES}
+    sizes["spatial_merge_size"] = hf.spatial_merge_size
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(
+                f"{name} of the vision tower is {size!r} in config.json; it must be a positive integer"
+            )
+    if vision.num_channels != 3:
+        raise ValueError(f"the vision tower has {vision.num_channels} channels; supported are 3")
     if vision.hidden_size % (4 * vision.num_attention_heads):
         raise ValueError(
             f"the vision tower has {vision.num_attention_heads} heads for hidden_size {vision.hidden_size}; the size "
             "of a head must be a multiple of 4"
         )
-    sizes = (vision.patch_size, vision.image_size)
-    if not all(isinstance(size, int) for size in sizes) or vision.num_channels != 3:
-        raise ValueError(
-            f"the vision tower has patch_size {sizes[0]!r}, image_size {sizes[1]!r} and {vision.num_channels} "
-            "channels; supported are squares, whose sizes are numbers, of 3 channels"
-        )
+    theta = vision.rope_parameters["rope_theta"]
+    if not theta > 0:
+        raise ValueError(f"rope_theta of the vision tower is {theta!r}; it must be above 0")
     return PixtralVisionConfig(
         depth=vision.num_hidden_layers,
         last_layer=_last_layer(hf.vision_feature_layer, vision.num_hidden_layers),
@@ -280,7 +298,7 @@ def pixtral_vision_config(hf: PretrainedConfig) -> PixtralVisionConfig:
         image_size=vision.image_size,
         patch_size=vision.patch_size,
         merge_size=hf.spatial_merge_size,
-        rope_theta=vision.rope_parameters["rope_theta"],
+        rope_theta=theta,
         norm_eps=text.rms_norm_eps,
         initializer_range=vision.initializer_range,
     )

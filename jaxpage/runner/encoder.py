@@ -72,10 +72,10 @@ def picture_fields(spec: PictureSpec | None, num_tokens: int) -> tuple[Field, ..
 
 
 def pack_encode(picture: Picture, rows: np.ndarray, spec: PictureSpec) -> Call:
-    """The call that encodes a picture into these rows of the cache, of its tokens; the null row's have no embedding."""
+    """The call that encodes a picture into these rows of the cache."""
     size = spec.size_for(len(picture.patches))
     destinations = np.zeros(size // spec.vision.patches_per_token, np.int32)
-    destinations[: picture.num_embeddings] = rows[rows > 0]
+    destinations[: len(rows)] = rows
     inputs = spec.vision.encoder_inputs(picture, size)
     return Call(encode_name(size), (destinations, *(inputs[name] for name in sorted(inputs))))
 

@@ -110,8 +110,8 @@ def checked_answer(loaded, prompt) -> list[int]:
     return list(answer.token_ids)
 
 
-def answers(llm: LLM, prompts=None) -> list[list[int]]:
-    outputs = llm.generate(PROMPTS if prompts is None else prompts, GREEDY, use_tqdm=False)
+def answers(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -156,11 +156,12 @@ def test_messages_and_texts_are_answered_alike(loaded):
 
 
 @pytest.mark.slow
-def test_preempted_and_evicted_ones_are_answered_alike(loaded):
+def test_preempted_and_evicted_ones_are_answered_alike_on_two_devices(loaded):
     """Room for the embeddings of the largest picture and few more; blocks for less than two answers."""
     llm = make_llm(
         loaded.path,
         num_gpu_blocks_override=80,
+        tensor_parallel_size=2,
         swap_space=0.01,
         preemption_mode="swap",
         mm_encoder_cache_bytes=105 * 48 * 4,
@@ -170,17 +171,3 @@ def test_preempted_and_evicted_ones_are_answered_alike(loaded):
     llm.reset_prefix_cache()
     assert answers(llm) == loaded.alone
     assert llm.stats().num_encoded_pictures > 5
-
-
-@pytest.mark.slow
-def test_two_devices_answer_as_one(loaded):
-    llm = make_llm(loaded.path, tensor_parallel_size=2)
-    assert answers(llm, PROMPTS[:3]) == loaded.alone[:3]
-
-
-@pytest.mark.slow
-def test_without_pictures_only_the_text_part_is_loaded(loaded):
-    llm = make_llm(loaded.path, limit_mm_per_prompt={"image": 0}, mm_processor_kwargs=None)
-    assert answers(llm, PROMPTS[3:]) == loaded.alone[3:]
-    with pytest.raises(ValueError, match="pictures|multi_modal_data"):
-        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)

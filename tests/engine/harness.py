@@ -216,7 +216,7 @@ def assert_states_consistent(scheduler: Scheduler) -> None:
 def assert_pictures_consistent(scheduler: Scheduler) -> None:
     """Each row of the picture cache is free or one picture's; only running sequences are halfway through one."""
     cache = scheduler.pictures
-    taken = [row for rows in cache._rows.values() for row in rows.tolist() if row]
+    taken = [row for rows in cache._rows.values() for row in rows.tolist()]
     assert sorted(taken + cache._free) == list(range(1, cache.num_rows + 1))
     assert set(cache._halfway) <= set(scheduler.running)
     assert set(cache._halfway.values()) <= set(cache._rows)

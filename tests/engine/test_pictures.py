@@ -162,6 +162,17 @@ def test_tokens_that_end_rows_stay_text_and_take_no_room():
         engine.add(seeing("a", (2, 9, 1), row=4))
 
 
+def test_tokens_that_end_rows_are_none_of_the_embeddings_of_a_step():
+    """Of two pictures of 6 tokens, a step of 8 tokens reaches all of one and a part of the other: 8 embeddings."""
+    engine = make_engine(picture_rows=8, max_num_batched_tokens=8)
+    request = seeing("a", (0, 6, 1), (6, 6, 2), prompt=[0] * 12 + [1], row=3, max_tokens=1)
+    engine.add(request)
+    engine.step()
+    assert len(engine.runner.encoded) == 2
+    finish(engine)
+    assert_expected(engine, request)
+
+
 def test_a_failed_launch_leaves_nothing_that_counts_as_encoded():
     engine = make_engine(picture_rows=20, fail_launch=(0,))
     lost = seeing("lost", (2, 9, 1), max_tokens=2)

@@ -96,6 +96,8 @@ def static_fp8(layer: str, weight: np.ndarray) -> tuple[dict[str, np.ndarray], n
 
 @pytest.mark.slow
 def test_text_of_an_fp8_checkpoint(tmp_path):
+    """The same with the vision tower as without, where pictures are refused."""
+
     def quantization(kept: list[str]) -> dict[str, Any]:
         scheme = {"activation_scheme": "static", "weight_block_size": None}
         return {"quant_method": "fp8", **scheme, "modules_to_not_convert": kept}
@@ -105,14 +107,25 @@ def test_text_of_an_fp8_checkpoint(tmp_path):
     form = Format("static", static_fp8, quantization)
     written = write(source, tmp_path / "fp8", form, ignore=kept)
     write_float(source, tmp_path / "floats", written)
-    llm, floats = (
-        checkpoints.make_llm(tmp_path / name, enforce_eager=True) for name in ("fp8", "floats")
-    )
+    llm = checkpoints.make_llm(tmp_path / "fp8", enforce_eager=True)
+    text_alone = {"enforce_eager": True, "limit_mm_per_prompt": {"image": 0}}
+    floats = checkpoints.make_llm(tmp_path / "floats", **text_alone)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=0)
     prompts = [[5, 9, 3], list(range(3, 43))]
     got, expected = (checkpoints.answers(each, prompts, params) for each in (llm, floats))
     checkpoints.assert_same_answers(got, expected, atol=1e-4)
     assert sum(path.endswith("scale") for path in llm._memory._variables) == 8
+    of_tower = [
+        [path for path in each._memory._variables if path.startswith("visual.")]
+        for each in (llm, floats)
+    ]
+    assert len(of_tower[0]) > 9 and not of_tower[1]
+    seeing = {
+        "prompt_token_ids": [5],
+        "multi_modal_data": {"image": np.zeros((28, 28, 3), "uint8")},
+    }
+    with pytest.raises(ValueError, match="not for this model, which takes text only"):
+        floats.generate(seeing, use_tqdm=False)
 
 
 def test_the_text_part_says_whether_embeddings_are_tied(tmp_path):

@@ -134,9 +134,15 @@ def test_the_layer_that_is_told_feeds_the_projector(tmp_path):
         ({"projector_hidden_act": "mish"}, "projector_hidden_act is 'mish'; supported are silu"),
         ({"vision_config": {"hidden_act": "mish"}}, "the vision tower: activation 'mish'"),
         ({"vision_config": {"num_attention_heads": 16}}, "16 heads for hidden_size 32; .*of 4"),
-        ({"vision_config": {"num_channels": 1}}, "image_size 240 and 1 channels; supported are"),
-        ({"vision_config": {"patch_size": [6, 6]}}, r"patch_size \[6, 6\], image_size 240 and 3"),
-        ({"vision_config": {"image_size": [6, 6]}}, r"patch_size 6, image_size \[6, 6\] and 3"),
+        ({"vision_config": {"num_channels": 1}}, "has 1 channels; supported are 3"),
+        ({"vision_config": {"patch_size": [6, 6]}}, r"patch_size of the .* is \[6, 6\] in config"),
+        ({"vision_config": {"image_size": 0}}, "image_size of the .* is 0 in config.json; it must"),
+        ({"vision_config": {"num_attention_heads": 0}}, "num_attention_heads of the .* is 0 in"),
+        (
+            {"vision_config": {"rope_parameters": {"rope_theta": 0}}},
+            "rope_theta .* must be above 0",
+        ),
+        ({"spatial_merge_size": 0}, "spatial_merge_size of the .* is 0 in config.json; it must"),
         ({"vision_config": {"model_type": "clip_vision_model"}}, "supported is pixtral"),
     ],
 )

@@ -21,7 +21,7 @@ from jaxpage.models.mtp import MTPHead, mtp_name
 from jaxpage.start_up_log import draft_model_line
 from jaxpage.weights.load import load
 from jaxpage.weights.spec import specs
-from tests import checkpoints, mixtures
+from tests import checkpoints, mixtures, picture_models
 from tests.eagle_heads import Target
 from tests.mtp_layers import Layer
 from tests.quantized_checkpoints import FORMATS, write, write_float
@@ -88,17 +88,16 @@ def test_its_hidden_states_are_those_of_torch(family, variant, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["fp8-block", "ct-w4a16"])
-def test_a_quantised_layer_has_the_values_of_its_weights(form, tmp_path):
-    """The map of pairs is left as floats, as in released checkpoints."""
+@pytest.mark.parametrize(("form", "kept"), [("fp8-block", ["eh_proj"]), ("ct-w4a16", [])])
+def test_a_quantised_layer_has_the_values_of_its_weights(form, kept, tmp_path):
+    """The map of pairs is left as floats in DeepSeek's own checkpoints."""
     path = mixtures.build("deepseek_v3", 0, tmp_path / "model", **SIZES)
     Layer(Target(path)).add_to(path)
-    kept = ("lm_head", "eh_proj")
     quantised, floats = tmp_path / "quantised", tmp_path / "floats"
-    write_float(path, floats, write(path, quantised, FORMATS[form], ignore=kept))
+    write_float(path, floats, write(path, quantised, FORMATS[form], ignore=("lm_head", *kept)))
     spec, head = loaded(quantised)
     of_layer = [name for name in specs(head) if name.endswith("scale")]
-    assert len(of_layer) > 6 and not any("eh_proj" in name for name in of_layer)
+    assert len(of_layer) > 6 and any("eh_proj" in name for name in of_layer) == (not kept)
     assert spec.models[1].quantization == spec.config.quantization is not None
     _, expected = loaded(floats)
     np.testing.assert_allclose(proposed(head, 128), proposed(expected, 128), atol=2e-5)
@@ -164,19 +163,30 @@ def test_a_model_without_the_layer_is_refused(changes, message, path, tmp_path):
         spec_of(changed(path, tmp_path, **changes))
 
 
+def test_what_overrides_config_json_decides_whether_there_is_one(path, tmp_path):
+    without = changed(path, tmp_path, num_nextn_predict_layers=0)
+    assert len(spec_of(without, hf_overrides={"num_nextn_predict_layers": 1}).models) == 2
+
+
 def test_other_families_and_other_models_are_refused(path, tmp_path):
     llama = checkpoints.build("llama", 0, tmp_path / "llama")
     with pytest.raises(ValueError, match='method "mtp" is for DeepseekV3.* is LlamaForCausalLM'):
         spec_of(llama)
     larger = changed(path, tmp_path / "larger", num_hidden_layers=3)
-    with pytest.raises(ValueError, match="with 3 layers has the MTP layer of another model"):
+    with pytest.raises(ValueError, match="DeepseekV3ForCausalLM with 3 layers is another model"):
         spec_of(path, model=larger)
+    # Its decoder's config is one of several in config.json.
+    made = picture_models.mistral3_config()
+    made.architectures = ["Mistral3ForConditionalGeneration"]
+    made.save_pretrained(tmp_path / "mistral3")
+    with pytest.raises(ValueError, match="Mistral3.* with None layers is another model"):
+        spec_of(path, model=tmp_path / "mistral3")
 
 
 def test_what_its_checkpoint_lacks_is_said(path, tmp_path):
     folder = changed(path, tmp_path)
     save_file({"model.norm.weight": np.zeros(32, np.float32)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="no MTP layer: it lacks model.layers.2.eh_proj.weight"):
+    with pytest.raises(ValueError, match="no MTP layer: it lacks model.layers.2.enorm.weight"):
         spec_of(folder)
     (folder / "model.safetensors").unlink()
     (folder / "_METADATA").write_text("")

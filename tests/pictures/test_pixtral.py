@@ -12,7 +12,7 @@ from PIL import Image
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
-from jaxpage.pictures.pixtral import PixtralProcessor, pixtral_processor
+from jaxpage.pictures.pixtral import PixtralProcessor, pixtral_processor, pixtral_vision_config
 from jaxpage.pictures.settings import read_settings
 from jaxpage.tokenizer import load_tokenizer
 from tests import picture_models
@@ -57,7 +57,18 @@ def their_processor(tokenizer, longest: int, **more):
     return module.PixtralProcessor(images, tokenizer, patch_size=6, spatial_merge_size=2, **more)
 
 
-SIZES = [(12, 12), (3, 300), (121, 120), (200, 410), (30, 30), (119, 121), (13, 1), (240, 5)]
+# The last of these is shrunk to 24.6 pixels, rounded down, if it may have 120.
+SIZES = [
+    (12, 12),
+    (3, 300),
+    (121, 120),
+    (200, 410),
+    (30, 30),
+    (119, 121),
+    (13, 1),
+    (240, 5),
+    (200, 41),
+]
 
 
 @pytest.mark.parametrize("longest", [120, 126, 400])
@@ -121,6 +132,7 @@ def test_files_of_a_checkpoint_are_heard(make, tokenizer, tmp_path):
     theirs = their_processor(
         tokenizer, 60, image_break_token="<unused 290>", image_end_token="<unused 291>"
     )
+    theirs.image_processor.resample = Image.Resampling.BILINEAR
     theirs.save_pretrained(tmp_path)
     assert '"<unused 290>"' in (tmp_path / "processor_config.json").read_text()
     image, processor = Image.fromarray(pixels(90, 150)), make()
@@ -132,7 +144,14 @@ def test_files_of_a_checkpoint_are_heard(make, tokenizer, tmp_path):
     assert 290 in expected["input_ids"][0] and 291 in expected["input_ids"][0]
     found = mistral3_values(processor.config, [picture])
     np.testing.assert_array_equal(found["pixel_values"].numpy(), expected["pixel_values"])
-    assert make(size={"height": 24, "width": 36}).image(image).grid == (1, 4, 6)
+    other = make(size={"height": 24, "width": 36}).image(image)
+    assert other.grid == (1, 4, 6) and other.content_hash != picture.content_hash
+
+
+def test_the_largest_picture_of_the_tower_is_a_square_of_whole_embeddings():
+    for size, side in ((240, 40), (241, 42)):
+        tower = pixtral_vision_config(mistral3_config(image_size=size))
+        assert tower.most_patches == side**2
 
 
 @pytest.mark.parametrize(
@@ -143,6 +162,7 @@ def test_files_of_a_checkpoint_are_heard(make, tokenizer, tmp_path):
         ({"size": {"longest_edge": True}}, "in whole pixels above 0"),
         ({"size": {"height": 30}}, "in whole pixels above 0"),
         ({"size": 30}, "is 30; give"),
+        ({"size": {}}, "is {}; give"),
     ],
 )
 def test_options_that_are_refused(make, options, message):
@@ -156,6 +176,7 @@ def test_options_that_are_refused(make, options, message):
         ("processor_config.json", {"patch_size": 16}, "patch_size is 16 in .*and 6 in config.json"),
         ("processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size is 1 in"),
         ("processor_config.json", {"image_token": "<unused 290>"}, "token 290 of the tokenizer"),
+        ("processor_config.json", {"image_end_token": {"content": "x"}}, "end_token is {'content'"),
         ("preprocessor_config.json", {"do_rescale": False}, "has do_rescale off"),
     ],
 )

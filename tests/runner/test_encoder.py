@@ -72,13 +72,6 @@ def test_a_picture_is_padded_and_its_padding_goes_to_the_null_row():
     assert (shape.shape, shape.dtype) == (patches.shape, patches.dtype)
 
 
-def test_the_embeddings_of_a_picture_skip_the_tokens_that_end_its_rows():
-    picture = dataclasses.replace(FakeProcessor().image(pixels(1)), num_tokens=8, breaks=(3, 7))
-    assert picture.num_embeddings == 6
-    call = pack_encode(picture, np.array([9, 3, 4, 0, 5, 6, 7, 0], np.int32), make_spec())
-    assert call.buffers[0].tolist() == [9, 3, 4, 5, 6, 7] + [0] * 58
-
-
 def test_embeddings_go_to_their_rows_and_from_there_to_their_tokens():
     state = {"pictures": jnp.zeros((8, 4), jnp.uint32)}
     embeds = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
