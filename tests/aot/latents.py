@@ -1,7 +1,10 @@
-"""Steps of a model with multi-head latent attention and experts: DeepSeek-V2-Lite, with four layers."""
+"""Steps of models with multi-head latent attention and experts: DeepSeek-V2-Lite, and one of its sizes as of
+DeepSeek-V3, whose MTP layer drafts. Each with four layers.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -20,18 +23,40 @@ if TYPE_CHECKING:
 __all__ = ["TARGETS", "environment", "programs"]
 
 LAYERS = 4
-MODEL = DEEPSEEK_V2_LITE | {"num_hidden_layers": LAYERS}
+V2_LITE = DEEPSEEK_V2_LITE | {"num_hidden_layers": LAYERS}
+MODELS = {
+    "V2-Lite": V2_LITE,
+    "MTP": V2_LITE
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
+}
 PLACES = (
     Place("v6e:2x2", 1, "V2-Lite"),
     Place("v5e:2x2", 4, "V2-Lite"),
+    Place("v6e:2x2", 4, "MTP"),
     Place("h200", 1, "V2-Lite"),
 )
 TARGETS = tuple(place.name for place in PLACES)
 
 
 def programs(target: str) -> Iterator[Program]:
-    place = PLACES[TARGETS.index(target)]
-    job, names = largest_steps(place, MODEL)
+    """The largest decode step, the largest of prompts and, with an MTP layer, the largest program in which it drafts."""
+    from jaxpage.runner.buckets import draft_name
+
+    place, options = PLACES[TARGETS.index(target)], {}
+    if place.whole == "MTP":
+        options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 3}
+    job, names = largest_steps(place, MODELS[place.whole], **options)
+    if options:
+        names.append(draft_name(job.spec.config.max_num_seqs))
     for name in names:
         yield Program(
             name=name,
@@ -45,6 +70,7 @@ def _look(
     job: CompileJob, place: Place, name: str, compiled: jax.stages.Compiled, log: str
 ) -> dict[str, Any]:
     """Also how often the results of one of each token's experts are taken out of those of all."""
-    found, text = look(job, place.whole, name, compiled, log), compiled.as_text() or ""
-    taken = f"f32[{found['bucket']['num_tokens']},1,{MODEL['hidden_size']}]"
-    return found | {"slices_of_experts": text.count(taken)}
+    text, size = compiled.as_text() or "", V2_LITE["hidden_size"]
+    return look(job, place.whole, name, compiled, log) | {
+        "slices_of_experts": len(re.findall(rf"f32\[\d+,1,{size}\]", text))
+    }
