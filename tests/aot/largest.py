@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def largest_steps(
     place: Place, config: dict[str, Any], **options: Any
 ) -> tuple[CompileJob, list[str]]:
-    """What compiles them, and the names of the largest decode step and the largest of prompts. options: the engine's."""
+    """What compiles them, and the names of the largest decode step and the largest of prompts."""
     from jaxpage.aot.worker import make_job
 
     with tempfile.TemporaryDirectory() as folder:

@@ -48,7 +48,7 @@ TARGETS = tuple(place.name for place in PLACES)
 
 
 def programs(target: str) -> Iterator[Program]:
-    """The largest decode step, the largest of prompts and, with an MTP layer, the largest program in which it drafts."""
+    """The largest decode step, the largest of prompts and, of an MTP layer, the largest program in which it drafts."""
     from jaxpage.runner.buckets import draft_name
 
     place, options = PLACES[TARGETS.index(target)], {}
