@@ -93,7 +93,7 @@ def test_what_stays_in_floats(family, others, quantization, head):
     floats = {
         re.sub(r"^model\.layers\.\d+\.", "", name)
         for name, x in parameters(model).items()
-        if x.dtype == jnp.bfloat16 and len(x.shape) > 1
+        if x.dtype in (jnp.bfloat16, jnp.float32) and len(x.shape) > 1 and "scale" not in name
     }
     assert floats == {"model.embed_tokens.weight", "mlp.gate.weight", *others, *head}
 
