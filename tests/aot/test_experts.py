@@ -86,7 +86,7 @@ def test_kernels_serve_attention_and_experts(found):
 
 
 def test_pool_and_state_stay_and_temporaries_are_bounded(found):
-    for case, each in found:
+    for _, each in found:
         assert each["alias_bytes"] >= each["pool_bytes"] + each["state_bytes"], each
         assert each["pool_copies"] == [], each
         assert each["temp_bytes"] < each["most_temp_bytes"], each

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -399,7 +398,7 @@ def test_failures_of_a_pooling_model_are_answers_until_its_engine_is_dead(monkey
                 raise EngineDeadError("shut down")
 
     monkeypatch.setattr(in_process, "make_pooling_app", lambda *_: (app, None))
-    answer = in_process.pooling_answerer(cast(Any, Llm()))
+    answer = in_process.pooling_answerer(Llm())
     assert asyncio.run(answer("/pooling", {})) == (500, {"error": 1})
     state["answers"] = False
     with pytest.raises(RuntimeError, match="no device"):

@@ -80,7 +80,10 @@ def test_rounded_weights_are_close_and_small(family, quantization, dtype, bound,
     "family, others",
     [
         ("deepseek_v3", {"self_attn.kv_b_proj.weight"}),
-        ("qwen3_next", {"mlp.shared_expert_gate.weight", *(f"linear_attn.conv.{x}" for x in "qkv")}),
+        (
+            "qwen3_next",
+            {"mlp.shared_expert_gate.weight", *(f"linear_attn.conv.{x}" for x in "qkv")},
+        ),
     ],
 )
 def test_what_stays_in_floats(family, others, quantization, head):
