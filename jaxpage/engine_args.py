@@ -72,6 +72,8 @@ def _how_ours(hint: Any) -> dict[str, Any]:
     kinds = {kind for kind in get_args(hint) or (hint,) if kind is not type(None)}
     if get_origin(hint) is tuple:
         return {"nargs": "+"}
+    if kinds == {bool, str}:
+        return {"nargs": "?", "const": True}
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
     return {"type": str if kinds == {str} else to_value}

@@ -29,6 +29,11 @@ def vllm_variables() -> list[str]:
     return sorted(name for name in os.environ if name.startswith("VLLM_"))
 
 
+def has_vllm_key() -> bool:
+    """Whether vLLM's variable for an API key is set. To vLLM an empty one is none."""
+    return bool(os.environ.get("VLLM_API_KEY"))
+
+
 def hosts_secret() -> bytes:
     """The secret that the hosts of an engine must share; b"" if the user has not set one."""
     return os.environ.get("JAXPAGE_HOSTS_SECRET", "").encode()

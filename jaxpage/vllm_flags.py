@@ -106,9 +106,8 @@ SEVERAL = {
     *("lora_target_modules", "numa_bind_cpus", "numa_bind_nodes", "served_model_name"),
     *("sleep_preserve_parameter_names", "logits_processors"),
 }
-_FOR_PYTHON = {
-    "logits_processors"
-}  # fields of the engine's flags that are no flags, but are in vLLM
+# Fields of the engine's flags that are no flags here, but are in vLLM.
+_FOR_PYTHON = {"logits_processors"}
 _NAMES = _NEUTRAL.keys() | set(_WITHOUT_EFFECT) | vllm_options.NAMES
 
 

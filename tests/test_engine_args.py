@@ -33,6 +33,7 @@ def test_engine_args_are_flags_of_a_script():
     flags = (
         '--max-model-len 8k --revision 12 -tp 1 --hf-overrides {"a":1} --no-enable-prefix-caching '
         "--allowed-media-domains a b --trust-remote-code --compilation-config 3 -O 3 --mine 5 "
+        "--hf-token secret "
         '--ignore-patterns a b --limit-mm-per-prompt {"image":2} --gpu-memory-utilization 0.5'
     )
     args = parser.parse_args(flags.split())
@@ -51,6 +52,7 @@ def test_engine_args_are_flags_of_a_script():
         ignore_patterns=["a", "b"],
         optimization_level=3,
         trust_remote_code=True,
+        hf_token="secret",
     )
 
     def parts(config: EngineConfig) -> dict:
@@ -61,6 +63,7 @@ def test_engine_args_are_flags_of_a_script():
     assert parts(EngineArgs.from_cli_args(args)) == parts(expected)
     options = {name: value for name, value in vars(args).items() if name != "mine"}
     assert parts(EngineConfig.from_options(**options)) == parts(expected)
+    assert parser.parse_args(["--hf-token"]).hf_token is True
     unset = parser.parse_args([])
     assert EngineArgs.from_cli_args(unset) == EngineArgs(model="m", enforce_eager=True)
 

@@ -122,9 +122,13 @@ def _add_calls(app: FastAPI, server: Server) -> None:
 
 
 async def _refuse_to_pool(request: Request) -> Response:
-    raise ApiError(
-        400,
-        f"{request.url.path} is for models that embed, classify or score; this one generates text",
+    raise not_pooling(request.url.path)
+
+
+def not_pooling(path: str) -> ApiError:
+    """For a call of POOLING_PATHS to a model that generates."""
+    return ApiError(
+        400, f"{path} is for models that embed, classify or score; this one generates text"
     )
 
 

@@ -28,6 +28,12 @@ _TYPES = {
 }
 
 
+def path_of(scope: Scope) -> str:
+    """The path as Starlette routes it: without a proxy's prefix, which ends before a "/"."""
+    path, prefix = scope["path"], scope.get("root_path", "")
+    return path[len(prefix) :] if path.startswith(f"{prefix}/") else path
+
+
 def error_response(error: ApiError, scope: Scope) -> JSONResponse:
     """The answer to the request of `scope`, in the format of its path."""
     if not _is_anthropic_s(scope):
@@ -53,7 +59,7 @@ def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 def _is_anthropic_s(scope: Scope) -> bool:
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    path = path_of(scope)
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from jaxpage.async_llm import AsyncLLM, EngineDeadError
 from jaxpage.pooling.async_pooler import AsyncPooler
+from jaxpage.server.app import not_pooling
 from jaxpage.server.batch import Caller
 from jaxpage.server.chat import ChatCall
 from jaxpage.server.completions import CompletionCall
@@ -22,6 +23,7 @@ from jaxpage.server.options import ServerOptions
 from jaxpage.server.pooling import make_pooling_app
 from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.completions import CompletionRequest
+from jaxpage.server.protocol.pooling import POOLING_PATHS
 from jaxpage.server.protocol.responses import ResponsesRequest
 from jaxpage.server.responses import ResponseCall
 
@@ -44,6 +46,8 @@ def answerer(llm: AsyncLLM, model_names: tuple[str, ...] = ()) -> Answer:
     async def answer(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         fields: frozenset[str] = frozenset()
         try:
+            if url in POOLING_PATHS:
+                raise not_pooling(url)
             if url not in _CALLS:
                 raise ApiError(404, f"{url} is not served here; there is {', '.join(_CALLS)}")
             model, start = _CALLS[url]

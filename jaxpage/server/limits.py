@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxpage.server.error_response import error_response
+from jaxpage.server.error_response import error_response, path_of
 from jaxpage.server.errors import ApiError
 
 OPEN_PATHS = ("/health", "/live", "/ready", "/ping", "/metrics")  # for probes and scrapers
@@ -68,7 +68,7 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         given = _keys_of(scope)
         if path in ADMIN_PATHS:
             return self._admin_refusal(scope, given)

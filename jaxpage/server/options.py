@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpage.environment import vllm_variables
+from jaxpage.environment import has_vllm_key
 from jaxpage.server.lora_modules import check_folders, parse_modules
 from jaxpage.server.tls import tls_context
 
@@ -73,6 +73,11 @@ class ServerOptions:
                 raise ValueError(f"{name} must be {allowed}, got {value!r}")
         if not self.write_timeout > 0:  # 0 would cut every stream at once
             raise ValueError(f"write_timeout must be above 0, got {self.write_timeout!r}")
+        if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
+            raise ValueError(
+                f"root_path={self.root_path!r} is no prefix of paths such as /api: it must begin with a slash and not "
+                "end with one"
+            )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError(
                 f"ssl_keyfile={str(self.ssl_keyfile)!r} needs ssl_certfile, the certificate of the key"
@@ -85,7 +90,7 @@ class ServerOptions:
 
         They are those of this machine, so it is not called where replicas run on others.
         """
-        if not self.keys() and "VLLM_API_KEY" in vllm_variables():
+        if not self.keys() and has_vllm_key():
             raise ValueError(
                 "VLLM_API_KEY is set but not read here, so requests would need no key: pass --api-key or "
                 "--api-key-file, or unset it"

@@ -71,7 +71,8 @@ def run(llm: AsyncLLM | AsyncPooler, options: ServerOptions, bound: socket.socke
 def make_http(llm: AsyncLLM | AsyncPooler, options: ServerOptions) -> HttpServer:
     """Everything but the socket."""
     app, server = make_service(llm, options)
-    app.root_path = options.root_path  # uvicorn's would be added to paths that have it already
+    # uvicorn's would be added to paths that have it already.
+    app.root_path = options.root_path
     config = uvicorn.Config(
         app,
         lifespan="on",

@@ -60,8 +60,8 @@ def scale_rows(num_kv_heads: int) -> int:
 class Shape:
     """What a kernel is specialised for."""
 
-    num_kv_heads: int
-    group: int
+    num_kv_heads: int  # of latents: shares of the query heads, see `value_dim`
+    group: int  # query heads of each
     head_dim: int
     block_size: int
     blocks_per_row: int
@@ -74,8 +74,8 @@ class Shape:
     sizes: TileSizes
     # Of the layer in a slot that other layers share; None: the slot is its own.
     first_lane: int | None = None
-    # Of a pool of latents: a slot is one key, whose first elements are the value. `num_kv_heads` then are shares of the
-    # query heads, all of that one key, which are computed like KV heads.
+    # Of a pool of latents: a slot is one key, whose first elements are the value, so there is one KV head. The query
+    # heads are divided into `num_kv_heads` shares, each computed as if it had a KV head of its own.
     value_dim: int | None = None
 
     @property
@@ -325,6 +325,7 @@ def shape_of(
     rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)
     tile_q = 1 << (min(128, max(16, rows // group)).bit_length() - 1)
     if isinstance(pool, LatentPool):
+        # With fewer a head's queries in a tile would be no whole registers, see `Scratch.queries`.
         head_dim, value_dim, least_tile_q = pool.shape[3], pool.value_dim, 16
         if not one_query_per_row:
             # Two shares or more: products of one fill the waits for the weights of another.

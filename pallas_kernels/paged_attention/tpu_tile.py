@@ -142,8 +142,8 @@ def widen_factors(shape: Shape, scratch: Scratch, stage, first, end) -> None:
 def add_tiles(shape: Shape, scratch: Scratch, queries, stage, tiles, visible) -> None:
     """Tiles of a fetch, in order, for the queries of a unit, all heads.
 
-    queries: [K', P, A, W]; tiles: their numbers within the fetch, several only with one query per row; visible:
-    bool[1 or A, B], or None if all keys are.
+    queries: see `Attend.operand_of`; tiles: their numbers within the fetch, several only with one query per row;
+    visible: bool[1 or A, B], or None if all keys are.
     """
     heads, stack = shape.heads_at_once, shape.stack
     num_stacks, lanes = heads // stack, heads // shape.period * shape.period_lanes

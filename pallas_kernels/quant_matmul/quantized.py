@@ -94,8 +94,9 @@ def quantize(weight: jax.Array, format: str, group_size: int | None = None) -> Q
 def _symmetric(w: jax.Array, format: str) -> tuple[jax.Array, jax.Array]:
     """int8 or fp8 of float32[..., E], and their scale float32[...]."""
     most = 127.0 if format == "int8" else float(jnp.finfo(FP8).max)
-    largest = jnp.abs(w).max(axis=-1)
-    scale = jnp.where(largest == 0.0, 1.0, largest / most)
+    scale = jnp.abs(w).max(axis=-1) / most
+    # Also of numbers so small that their scale would be 0, which fp8 would make NaN.
+    scale = jnp.where(scale == 0.0, 1.0, scale)
     w = w / scale[..., None]
     return jnp.round(w).astype(jnp.int8) if format == "int8" else w.astype(FP8), scale
 

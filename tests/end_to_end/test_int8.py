@@ -60,12 +60,17 @@ def test_fp8_on_two_devices_and_with_new_weights(tmp_path):
     """New weights are floats, as those from the start, and are rounded alike."""
     first = checkpoints.build("qwen2", 0, tmp_path / "first")
     second = checkpoints.save(checkpoints.config(first), tmp_path / "second", seed="other")
-    options = {"quantization": "fp8", "enforce_eager": True, "num_gpu_blocks_override": 64}
+    options = {"enforce_eager": True, "num_gpu_blocks_override": 64}
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
     one, two, other = (
-        checkpoints.make_llm(path, tensor_parallel_size=n, **options)
-        for path, n in ((first, 1), (first, 2), (second, 1))
+        checkpoints.make_llm(path, quantization=name, tensor_parallel_size=n, **options)
+        for path, name, n in (
+            (first, "fp8", 1),
+            (first, "fp8_per_tensor", 2),
+            (second, "fp8_per_channel", 1),
+        )
     )
+    assert {llm.config.quantization for llm in (one, two, other)} == {"fp8"}
     expected = checkpoints.answers(one, PROMPTS, params)
     checkpoints.assert_same_answers(checkpoints.answers(two, PROMPTS, params), expected, atol=1e-4)
     expected = checkpoints.answers(other, PROMPTS, params)

@@ -181,6 +181,13 @@ def test_xla_divides_a_product_as_the_weight_is_divided(name, by_out, expected):
     assert distance(product(*arguments), numpy_product(x, weight, False)) < bound_of_xla(name)
 
 
+@pytest.mark.parametrize("format", ["int8", "fp8_e4m3"])
+def test_zeros_and_numbers_too_small_for_a_scale_are_zero(format):
+    weight = jnp.asarray([[0.0, 0.0], [1e-36, -1e-37]], jnp.float32)
+    found = quantize(weight, format)
+    assert (np.asarray(found.data, np.float32) == 0).all() and (np.asarray(found.scale) == 1).all()
+
+
 def test_what_does_not_fit_is_refused():
     x, weight = cases.arguments(cases.SMALL[0])
     with pytest.raises(ValueError, match="x has 500 inputs and the int8 weight 512"):

@@ -265,6 +265,13 @@ def test_a_proxy_may_keep_the_prefix_of_paths_or_remove_it(llm):
         assert ask(url, "/api/api/health", headers={"x-api-key": "one"})[0] == 404
 
 
+def test_a_prefix_ends_before_a_slash(llm):
+    """Otherwise /resume would be no path of the administrator's."""
+    with serving(llm, root_path="/r", admin_api_key="boss") as url:
+        for path in ("/resume", "/r/resume"):
+            assert ask(url, path, method="POST", raw="")[0] == 401
+
+
 def test_administration_without_a_key_is_for_this_machine():
     from jaxpage.server.limits import KeyCheck
 

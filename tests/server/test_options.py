@@ -146,6 +146,15 @@ def test_a_key_that_only_vllm_reads_is_not_ignored(monkeypatch):
     with pytest.raises(ValueError, match="VLLM_API_KEY is set but not read here.*--api-key"):
         ServerOptions().check_files()
     ServerOptions(api_key=("mine",)).check_files()
+    monkeypatch.setenv("VLLM_API_KEY", "")  # to vLLM that is none
+    ServerOptions().check_files()
+
+
+@pytest.mark.parametrize("prefix", ["api", "/api/", "/"])
+def test_a_prefix_that_no_path_would_have(prefix):
+    with pytest.raises(ValueError, match=f"root_path='{prefix}' is no prefix.*such as /api"):
+        ServerOptions(root_path=prefix)
+    ServerOptions(root_path="/a/b")
 
 
 def test_the_folder_for_traces(tmp_path):

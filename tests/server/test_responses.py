@@ -389,3 +389,5 @@ def test_the_same_without_http(llm):
     answer = answerer(llm)
     status, body = asyncio.run(answer("/v1/responses", {"input": INPUT, "max_output_tokens": 3}))
     assert status == 200 and Response.model_validate(body).usage.output_tokens == 3
+    status, body = asyncio.run(answer("/v1/embeddings", {"input": INPUT}))
+    assert status == 400 and "/v1/embeddings is for models that embed" in body["error"]["message"]

@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from jaxpage import LLM, cli
+from jaxpage import LLM, EngineDeadError, cli
 from jaxpage.server import run_batch as module
 from jaxpage.server.run_batch import Results, main, run_batch
 from tests.pooling.pooling_checkpoints import OPTIONS, build_bert
@@ -379,6 +379,33 @@ def test_a_batch_for_a_pooling_model(batch, tmp_path):
     assert found["ranks"]["body"]["results"][0]["index"] == 1
     assert "input or messages" in found["no input"]["body"]["error"]["message"]
     assert "does not generate text" in found["text"]["body"]["error"]["message"]
+
+
+def test_failures_of_a_pooling_model_are_answers_until_its_engine_is_dead(monkeypatch):
+    from jaxpage.server import in_process
+
+    state = {"answers": True, "is_dead": False}
+
+    async def app(scope, receive, send):
+        if state["answers"]:
+            await send({"type": "http.response.start", "status": 500, "headers": []})
+            await send({"type": "http.response.body", "body": b'{"error": 1}'})
+        raise RuntimeError("no device")
+
+    class Llm:
+        async def check_health(self):
+            if state["is_dead"]:
+                raise EngineDeadError("shut down")
+
+    monkeypatch.setattr(in_process, "make_pooling_app", lambda *_: (app, None))
+    answer = in_process.pooling_answerer(Llm())
+    assert asyncio.run(answer("/pooling", {})) == (500, {"error": 1})
+    state["answers"] = False
+    with pytest.raises(RuntimeError, match="no device"):
+        asyncio.run(answer("/pooling", {}))
+    state |= {"answers": True, "is_dead": True}
+    with pytest.raises(EngineDeadError):
+        asyncio.run(answer("/pooling", {}))
 
 
 @pytest.fixture

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from flax import nnx
 
 from jaxpage.device import Device
@@ -15,7 +19,7 @@ from jaxpage.ops.matmul import XLA, MatmulKernel, choose, matmul
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.transform import choose_products, join_projections, quantize
 from pallas_kernels.quant_matmul import quantized
-from tests import checkpoints
+from tests import checkpoints, mixtures
 
 # Biases, norms of q and k, another layer with the same parts.
 FAMILIES = ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma2"))]
@@ -69,6 +73,32 @@ def test_rounded_weights_are_close_and_small(family, quantization, dtype, bound,
         assert model.lm_head is head and (head is None or head.quantized is None)
     error = np.abs(logits(model) - expected).max() / expected.std()
     assert 0 < error < bound
+
+
+@pytest.mark.parametrize("quantization, head", [("int8", set()), ("fp8", {"lm_head.weight"})])
+@pytest.mark.parametrize(
+    "family, others",
+    [
+        ("deepseek_v3", {"self_attn.kv_b_proj.weight"}),
+        (
+            "qwen3_next",
+            {"mlp.shared_expert_gate.weight", *(f"linear_attn.conv.{x}" for x in "qkv")},
+        ),
+    ],
+)
+def test_what_stays_in_floats(family, others, quantization, head):
+    """Experts are rounded, and all linear layers but routers and gates."""
+    arguments = checkpoints.SMALL | copy.deepcopy(mixtures.VARIANTS[family][0])
+    hf_config = getattr(transformers, mixtures.CLASSES[family])(**arguments)
+    hf_config.architectures = [mixtures.CLASSES[family].replace("Config", "ForCausalLM")]
+    model = build(hf_config, dtype="bfloat16", max_model_len=64)
+    quantize(model, quantization, lambda *_: Choice("xla", XLA))
+    floats = {
+        re.sub(r"^model\.layers\.\d+\.", "", name)
+        for name, x in parameters(model).items()
+        if x.dtype in (jnp.bfloat16, jnp.float32) and len(x.shape) > 1 and "scale" not in name
+    }
+    assert floats == {"model.embed_tokens.weight", "mlp.gate.weight", *others, *head}
 
 
 def test_an_int8_product_is_the_exact_product_of_what_was_rounded():
