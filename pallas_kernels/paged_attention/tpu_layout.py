@@ -155,11 +155,12 @@ def _why_no_memory(
             f"{block_size}), or lower max_num_seqs or max_model_len"
         )
     if (num_bytes := max(shape.vmem_bytes for shape in kinds)) > VMEM_BYTES:
-        return (
-            f"with {num_kv_heads} KV heads of {q.shape[2]} and blocks of {block_size} the TPU kernel needs "
-            f"{num_bytes} bytes of VMEM, of which it may have {VMEM_BYTES}; lower block_size, or raise "
-            f"tensor_parallel_size"
-        )
+        heads = f"{num_kv_heads} KV heads of {q.shape[2]} and blocks of {block_size}"
+        change = "lower block_size, or raise tensor_parallel_size"
+        if isinstance(pool, LatentPool):
+            heads = f"{q.shape[1]} query heads of {q.shape[2]} that read one latent"
+            change = "raise tensor_parallel_size"
+        return f"with {heads} the TPU kernel needs {num_bytes} bytes of VMEM, of which it may have {VMEM_BYTES}; {change}"
     return None
 
 

@@ -110,13 +110,16 @@ def test_a_soft_cap_and_a_window_are_as_of_other_pools():
 def test_what_the_kernel_cannot_read_is_named():
     q = jax.ShapeDtypeStruct((1, 16, 576), jnp.bfloat16)
 
-    def reason(width: int, num_kv_heads: int = 1) -> str | None:
+    def reason(width: int, num_kv_heads: int = 1, q=q) -> str | None:
         pool = LatentPool(jax.ShapeDtypeStruct((9, 128, width), jnp.bfloat16), 512)
         return tpu_layout.unsupported_reason(q, pool, num_kv_heads, (64, 32))
 
     assert reason(640) is None
     assert "in multiples of 128 lanes" in str(reason(576))
     assert "there are 2 KV heads" in str(reason(640, 2))
+    many = str(reason(640, q=q.update(shape=(1, 512, 576))))
+    assert "with 512 query heads of 576 that read one latent" in many
+    assert many.endswith("; raise tensor_parallel_size")
 
 
 BFLOAT16 = KVPoolSpec(
