@@ -160,7 +160,10 @@ def _why_no_memory(
         if isinstance(pool, LatentPool):
             heads = f"{q.shape[1]} query heads of {q.shape[2]} that read one latent"
             change = "raise tensor_parallel_size"
-        return f"with {heads} the TPU kernel needs {num_bytes} bytes of VMEM, of which it may have {VMEM_BYTES}; {change}"
+        return (
+            f"with {heads} the TPU kernel needs {num_bytes} bytes of VMEM, of which it may have "
+            f"{VMEM_BYTES}; {change}"
+        )
     return None
 
 
