@@ -76,7 +76,7 @@ def test_the_model_itself_drafts_what_it_samples(options, qwen2, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.deep), "int8"])
 def test_blocks_on_disk_have_the_kv_of_both_models(dtype, qwen2, expected, tmp_path):
     """Two engines, the second of which finds what the first has left; one with another draft model finds nothing."""
     options = {"enforce_eager": True, "swap_space": 0.01, "kv_offload_dir": str(tmp_path / "kv")}
@@ -106,7 +106,13 @@ def test_any_other_model_may_draft(qwen2, expected, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_int8", [False, True], ids=["floats", "int8 pool and weights"])
+@pytest.mark.parametrize(
+    "is_int8",
+    [
+        pytest.param(False, id="floats", marks=pytest.mark.deep),
+        pytest.param(True, id="int8 pool and weights"),
+    ],
+)
 def test_windows_of_both_models(is_int8, tmp_path):
     path = checkpoints.build("gemma3", 0, tmp_path)
     options = {"quantization": "int8", "kv_cache_dtype": "int8"} if is_int8 else {}
@@ -187,7 +193,9 @@ def test_damaged_weights_are_said_to_be_the_draft_models(qwen2, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["gemma3_config", "qwen3_vl_config"])
+@pytest.mark.parametrize(
+    "config", [pytest.param("gemma3_config", marks=pytest.mark.deep), "qwen3_vl_config"]
+)
 def test_of_a_model_that_takes_pictures_the_text_part_drafts(config, tmp_path):
     path = picture_models.save(getattr(picture_models, config)(), tmp_path, seed="drafts")
     prompts, params = requests()

@@ -103,7 +103,7 @@ def check_drafts(llm: LLM, head: Head | FirstHead, target: Target) -> list[int]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="plain"),
+        pytest.param({}, id="plain", marks=pytest.mark.deep),
         pytest.param({"max_num_batched_tokens": 16, "block_size": 4}, id="chunks"),
         pytest.param({"tensor_parallel_size": 2}, id="two devices"),
     ],
@@ -191,8 +191,11 @@ def test_a_head_that_names_no_layers_reads_those_that_it_does_in_vllm(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama", {}), ("qwen2", {}), ("llama", {"tensor_parallel_size": 2})],
-    ids=["llama", "tied", "two devices"],
+    [
+        pytest.param("llama", {}, id="llama", marks=pytest.mark.deep),
+        pytest.param("qwen2", {}, id="tied"),
+        pytest.param("llama", {"tensor_parallel_size": 2}, id="two devices"),
+    ],
 )
 def test_a_head_of_the_first_eagle(family, options, tmp_path):
     """It uses embedding and LM head of the model, which may be one."""
