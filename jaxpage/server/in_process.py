@@ -121,7 +121,8 @@ async def _post(app: Any, url: str, body: dict[str, Any]) -> tuple[int, dict[str
     }
     try:
         await app(scope, receive, send)
-    except Exception:  # it has answered with a 500 before
+    except Exception:
+        # Starlette answers an unforeseen error with a 500, logs it, and raises it again for the server.
         if not sent:
             raise
     return sent[0]["status"], json.loads(b"".join(each.get("body", b"") for each in sent))
