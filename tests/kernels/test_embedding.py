@@ -68,7 +68,7 @@ def test_what_the_kernel_can_serve(shape, dtype, reason):
 def test_an_unsupported_call_says_why():
     arguments = cases.arguments(Case(name="", width=256, num_tokens=2))
     with pytest.raises(NotImplementedError, match="lies by row"):
-        tpu.lookup(**arguments)
+        tpu.lookup(arguments["table"], arguments["ids"])
 
 
 TPU = Device(platform="tpu", kind="TPU v6 lite")
