@@ -1,10 +1,10 @@
 """A token of each row on Hopper GPUs (sm_90a) in Mosaic GPU: each state is read and written once, in place.
 
 Shared by the gated delta rule and Mamba-2, whose columns do not depend on each other. A program has WIDTH columns of a
-head of a row, all D rows of them, in registers: a thread has four columns of every eighth row, and the lines of a warp
-are contiguous. All loads of a program are under way before it computes, 32 KB at D = 128, and an SM has at least three
-programs, whose loads, sums and stores overlap. So neither shared memory nor TMA is needed for the states; sums over D go
-through registers, a shuffle and 2 KB of shared memory, in an order that depends on D alone.
+head of a row, all D rows of them, in registers: a thread has four columns of every eighth row. All loads of a program
+are under way before it computes. At D = 128 these are 32 KB, and an SM has three programs, whose loads, sums and stores
+overlap. So states need neither shared memory nor TMA. Sums over D go through registers, a shuffle and 2 KB of shared
+memory, in an order that depends on D alone.
 
 Letters: Q slots, n rows, G states of a slot, D rows and W columns of each, N key heads, H value heads, F value dim.
 """
@@ -47,9 +47,7 @@ class Tile(NamedTuple):
     gates: tuple[Any, ...]  # in each element
 
 
-def unsupported_reason(
-    states: jax.ShapeDtypeStruct | jax.Array, value_dim: int
-) -> str | None:
+def unsupported_reason(states: jax.ShapeDtypeStruct | jax.Array, value_dim: int) -> str | None:
     """Why the kernel does not support such states, [Q, ..., D, W], in one line; None if it does."""
     if reason := unsupported_jax():
         return reason
@@ -120,7 +118,8 @@ def one_token(
     ref = jax.new_ref(states.reshape(num_slots * num_states, key_dim, num_columns))
     slots = jnp.where(exists, rows.slots, -1)
     begins = rows.begins.astype(jnp.int32)
-    out = kernel(ref, slots, begins, tokens.q, tokens.k, tokens.v.reshape(shape), *gates)
+    given = (slots, begins, tokens.q, tokens.k, tokens.v.reshape(shape), *gates)
+    out = kernel(ref, *given)  # pyright: ignore[reportCallIssue] (jax 0.10)
     return jax.freeze(ref).reshape(states.shape), out
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpage.ops.packed_delta_rule import StateRows, of_packed_tokens, of_single_tokens
 from pallas_kernels.delta_rule.cases import Case
 
 
@@ -71,3 +72,28 @@ class OneTokenTests:
             found, out_alone = self.apply(states=moved, rows=alone, number=jnp.int32(1))
             np.testing.assert_array_equal(found[free], states[slot])
             np.testing.assert_array_equal(out_alone[0], out[row])
+
+
+def check_steps(states: jax.Array, tokens: Any) -> None:
+    """Rows of a step, of one token and of several, are those of XLA with the kernel "gpu", which is interpreted.
+
+    states: of eight slots; tokens: at least five.
+    """
+    states = jnp.nan_to_num(states)
+    for compute, counts in ((of_single_tokens, (1, 1, 1, 1)), (of_packed_tokens, (1, 0, 3, 1))):
+        counts = np.array(counts)
+        ends = np.cumsum(counts)
+        rows = StateRows(
+            slots=jnp.array([3, 5, 1, 0], jnp.int32),
+            first=jnp.array(ends - counts, jnp.int32),
+            num_tokens=jnp.array(counts, jnp.int32),
+            is_live=jnp.array(counts * [1, 1, 1, 0] > 0),
+            begins=jnp.array([False, True, True, False]),
+            parents=jnp.arange(4),
+            is_sibling=jnp.zeros(4, bool),
+        )
+        own = jax.tree.map(lambda x, ends=ends: x[: ends[-1]], tokens)
+        found, wanted = (compute(states, own, rows, kernel=kernel) for kernel in ("gpu", None))
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5, rtol=0)
+        assert not np.array_equal(found[0], states)

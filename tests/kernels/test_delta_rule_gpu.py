@@ -17,7 +17,7 @@ from pallas_kernels.delta_rule import cases, gpu, reference
 from pallas_kernels.delta_rule.cases import Case
 from pallas_kernels.hopper import unsupported_jax
 from tests.kernels.hopper import interpreter
-from tests.kernels.one_token import OneTokenTests
+from tests.kernels.one_token import OneTokenTests, check_steps
 
 __test__ = unsupported_jax() is None
 
@@ -50,6 +50,20 @@ class TestInterpreted(Hopper):
     def test_no_two_programs_touch_the_same_memory(self, capsys):
         run(interpreter(detect_races=True), **self.arguments(ALL_ROWS))
         assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_kernel_takes_the_rows_of_one_token_of_a_step(monkeypatch):
+    kernel, calls = gpu.one_token, []
+
+    def interpreted(*given):
+        calls.append(given)
+        return kernel(*given, interpret=interpreter())
+
+    monkeypatch.setattr(gpu, "one_token", interpreted)
+    arguments = cases.arguments(ALL_ROWS)
+    check_steps(arguments["states"], arguments["rows"].tokens)
+    assert len(calls) == 2
 
 
 @pytest.mark.gpu

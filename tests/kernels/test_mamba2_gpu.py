@@ -16,7 +16,7 @@ from pallas_kernels.delta_rule.cases import Case
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.mamba2 import cases, gpu, reference
 from tests.kernels.hopper import interpreter
-from tests.kernels.one_token import OneTokenTests
+from tests.kernels.one_token import OneTokenTests, check_steps
 
 __test__ = unsupported_jax() is None
 
@@ -51,13 +51,25 @@ class TestInterpreted(Hopper):
         assert "RACE DETECTED" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_the_kernel_takes_the_rows_of_one_token_of_a_step(monkeypatch):
+    kernel, calls = gpu.one_token, []
+
+    def interpreted(*given):
+        calls.append(given)
+        return kernel(*given, interpret=interpreter())
+
+    monkeypatch.setattr(gpu, "one_token", interpreted)
+    arguments = cases.arguments(ALL_ROWS)
+    check_steps(arguments["states"], arguments["rows"].tokens)
+    assert len(calls) == 2
+
+
 @pytest.mark.gpu
 class TestOnARealGPU(Hopper):
     cases = (
         *Hopper.cases,
-        Case(
-            name="nemotron-h", rows=60, most=64, num_slots=65, keys=8, values=16, value_dim=64
-        ),
+        Case(name="nemotron-h", rows=60, most=64, num_slots=65, keys=8, values=16, value_dim=64),
     )
 
     def apply(self, **arguments):
