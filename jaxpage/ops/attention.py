@@ -104,6 +104,9 @@ _AHEAD = (
 
 
 _PARTS = "the kernel needs layers with equally many and equally large KV heads"
+_PROMPTS_OF_LATENTS = (
+    "their kernel reads keys and values, and multi-head latent attention keeps latents, which are both"
+)
 
 
 def _accept_tpu(need: _Need) -> KVPoolSpec:
@@ -119,10 +122,9 @@ def _accept_tpu(need: _Need) -> KVPoolSpec:
 def _accept_hopper(need: _Need) -> KVPoolSpec:
     require(_AHEAD if need.sees_ahead else None)
     require(hopper.unsupported_reason_on(need.device.compute_capability))
-    is_of_latents = need.spec.value_dim is not None
     for q, pool, _ in need.layers(need.spec):
         require(_PARTS if isinstance(pool, PoolPart) else None)
-        require(gpu_layout.unsupported_reason(q, pool if is_of_latents else whole(pool)))
+        require(gpu_layout.unsupported_reason(q, pool))
     require(hopper.unsupported_ptxas_here())
     sizes = tuned_sizes("paged_attention", "gpu", need.device.kind)
     return replace(need.spec, attention="hopper", kernel_sizes=sizes)
@@ -147,18 +149,26 @@ def choose(
 
     spec: a pool in the layout "heads", for XLA. heads: of all kinds of layers. table: the largest block table, [R, M].
     sees_ahead: some tokens attend to later ones (`StepBatch.last_keys`).
+
+    Of latents the Hopper kernel serves rows with one token, in all steps; the reason is why it serves no others.
     """
     need = _Need(spec=spec, device=device, heads=heads, table=table, sees_ahead=sees_ahead)
-    return first_supported("paged attention", IMPLEMENTATIONS, need, device.platform)
+    choice = first_supported("paged attention", IMPLEMENTATIONS, need, device.platform)
+    if choice.name == "hopper" and spec.value_dim is not None:
+        return replace(choice, refusals=(_PROMPTS_OF_LATENTS,))
+    return choice
 
 
 _KERNELS = {"tpu": "the kernel for TPUs", "hopper": "the kernel for Hopper GPUs"}
 
 
 def describe(name: str, reason: str | None) -> str:
-    """Which attention serves, in one line, and why no kernel does. name: of an implementation; reason: a choice's."""
+    """Which attention serves, in one line, and why no kernel does, or only of rows with one token. name: of an
+    implementation; reason: a choice's.
+    """
     if name != "xla":
-        return _KERNELS[name]
+        prompts = f"; prompts in plain XLA: {reason}" if reason else ""
+        return f"{_KERNELS[name]}{prompts}"
     return f"plain XLA: {reason or 'the kernels are for TPUs and Hopper GPUs'}"
 
 

@@ -22,6 +22,7 @@ one that no step of it starts are started when it begins. So is the copy of the 
     queries, free       wgmma of item t  TMA of item t+2   implied by reading S'  wgmma to have read them
     keys [i % S]        TMA for step i   wgmma of S'       keys.ready[i % S]      the tile's blocks to arrive
     values [i % S]      TMA for step i   wgmma of O'       values.ready[i % S]    the tile's blocks to arrive
+    the same of latents the first columns of keys [i % S], which have arrived
     weights (P)         warpgroup        wgmma of O'       commit_smem            the writes to be visible
     wide, if quantised  warpgroup        wgmma             commit_smem            the same; K first, then V
     keys, values, free  wgmma of step i  TMA for step i+S  implied by reading O'  wgmma to have read them
@@ -70,7 +71,8 @@ from pallas_kernels.wgmma import Ref, added_product, filled, load, product, stor
 def decode(q, pool, block_table, kv_lens, options: Options, *, wanted: jax.Array | None = None):
     """One query a row: q [R, H, D], row r's at position `kv_lens[r] - 1` → [R, H, V].
 
-    V is D, or the `value_dim` of latents, which have D columns here. Rows of length 0 give zeros. wanted: bool[R], None for all rows; other rows have length 0 and give anything.
+    V is D, or the `value_dim` of latents, which have D columns here. Rows of length 0 give zeros. wanted: bool[R], None
+    for all rows; other rows have length 0 and give anything.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, num_keys = pool.shape[2] // 2, block_table.shape[1] * pool.shape[1]

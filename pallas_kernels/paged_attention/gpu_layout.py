@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.latents import LatentPool
-from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.parts import whole
+from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.lists import expand
 
@@ -33,8 +33,8 @@ SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
 RESERVED_BYTES = 1024  # and each takes besides what it asks for
 HEAD_DIMS = (64, 96, 128, 192, 256)
 MOST_TILE_KV = 128  # a tile lies in one block, or consists of whole ones
-# Of latents: their columns, those of values, and query heads: sums of more would not fit into registers.
-MOST_WIDTH, MOST_VALUES, MOST_LATENT_HEADS = 576, 512, 24
+# Of latents: their columns, those of values, and query heads. The sums of 24 heads leave too few registers.
+MOST_WIDTH, MOST_VALUES, MOST_LATENT_HEADS = 576, 512, 16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "window-soft-cap-sinks": GQA | dict(window=1000, soft_cap=30.0, sinks=True),
     # Of 576 columns, whose first 512 are values.
     "latents-16": LATENTS,
-    "latents-20": LATENTS | dict(heads=20, block_size=64, dtype="float16"),
+    "latents-8-float16": LATENTS | dict(heads=8, block_size=64, dtype="float16"),
     # 64 rows of 32 groups: 64 MB of sums.
     "long-table": GQA | dict(heads=32, kv_heads=8, block_size=64, keys=1 << 17),
     "other-sizes": GQA | dict(sizes=dict(tile_kv=64, stages=4, programs_per_sm=4)),
