@@ -23,7 +23,13 @@ from jaxpage.batch import StepBatch
 from jaxpage.device import Device
 from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPool, KVPoolSpec, Layer
-from jaxpage.ops.implementations import Choice, Implementation, first_supported, require
+from jaxpage.ops.implementations import (
+    Choice,
+    Implementation,
+    Unsupported,
+    first_supported,
+    require,
+)
 from jaxpage.parallel.heads import HeadShares, share_heads
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels import hopper
@@ -105,7 +111,7 @@ _AHEAD = (
 
 _PARTS = "the kernel needs layers with equally many and equally large KV heads"
 _PROMPTS_OF_LATENTS = (
-    "their kernel reads keys and values, and multi-head latent attention keeps latents, which are both"
+    "their kernel reads keys and values, and multi-head latent attention keeps latents"
 )
 
 
@@ -123,7 +129,8 @@ def _accept_hopper(need: _Need) -> KVPoolSpec:
     require(_AHEAD if need.sees_ahead else None)
     require(hopper.unsupported_reason_on(need.device.compute_capability))
     for q, pool, _ in need.layers(need.spec):
-        require(_PARTS if isinstance(pool, PoolPart) else None)
+        if isinstance(pool, PoolPart):
+            raise Unsupported(_PARTS)
         require(gpu_layout.unsupported_reason(q, pool))
     require(hopper.unsupported_ptxas_here())
     sizes = tuned_sizes("paged_attention", "gpu", need.device.kind)

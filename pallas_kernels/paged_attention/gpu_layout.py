@@ -54,7 +54,8 @@ def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool | LatentP
     """Why these kernels cannot serve such arguments, in one line; None if they can. Shapes and dtypes suffice."""
     if reason := unsupported_jax():
         return reason
-    quantised, array = isinstance(pool, QuantizedPool), whole(pool)
+    array = whole(pool)
+    quantised = isinstance(array, QuantizedPool)
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not (quantised or array.dtype == q.dtype):
         other = "" if quantised else f" and the pool {array.dtype}"
         return f"q is {q.dtype}{other}; they must be bfloat16 or float16, and the same"
