@@ -44,7 +44,7 @@ class DraftModel:
     pool: KVPoolSpec  # with as many blocks as the engine's
     # of each layer: (the engine's KV-cache group, array of the pool)
     layer_locations: tuple[Location, ...]
-    no_kernel_reason: str | None  # why its attention runs in XLA, if a kernel exists for it
+    no_kernel_reason: str | None  # like `EngineSpec.no_kernel_reason`, of its attention
 
     @property
     def feature_size(self) -> int:

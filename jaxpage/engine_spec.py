@@ -78,7 +78,7 @@ class EngineSpec:
     quantised: Quantization | None  # its layers that compute with a checkpoint's quantised weights
     groups: KVGroups
     pool: KVPoolSpec  # num_blocks=0 until it is sized
-    no_kernel_reason: str | None  # why attention runs in XLA, if a kernel exists for it
+    no_kernel_reason: str | None  # why attention runs in XLA, if it has a kernel
     draft_model: DraftModel | None = None
     num_cached_states: int = 0  # recurrent states in the prefix cache
 

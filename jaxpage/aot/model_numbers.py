@@ -120,7 +120,7 @@ def numbers_of_drafts(spec: EngineSpec) -> dict[str, Any] | None:
         model["kind"] = _kind(eagle)
         if eagle is not None and not eagle.has_head:
             model |= _with_head_of(model, numbers_of_model(spec))
-        model["no_kernel_reason"] = own.no_kernel_reason
+        model["attention"] = own.attention if own.no_kernel_reason else None
     return {
         "num_tokens": spec.config.num_drafts,
         "forward": forward_of_drafts(spec),

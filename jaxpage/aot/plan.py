@@ -247,11 +247,11 @@ def _drafts(measured: dict[str, Any]) -> list[str]:
     if model is None:
         return [f"{begin} prompt lookup"]
     share = model["block_bytes"] / measured["block_bytes"]
-    reason = model["no_kernel_reason"]
+    attention = model["attention"]  # None: a kernel, or there is none for the platform
     return [
         f"{begin} {model['kind']} of {model['num_parameters'] / 1e9:.2f} G parameters: "
         f"{model['weight_bytes'] / GIB:.2f} GiB of the weights, {share:.0%} of a KV block"
-        + (f"; its attention is plain XLA: {reason}" if reason else "")
+        + (f"; its attention: {attention}" if attention else "")
     ]
 
 

@@ -284,9 +284,9 @@ def _cached_or_measured(
 
 
 def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> str:
-    """ "kernel" if the steps call it, else "plain XLA" and the reason."""
-    if reason := job.spec.no_kernel_reason:
-        return f"plain XLA: {reason}"
+    """ "kernel" if the steps call it, else what is plain XLA, and the reason."""
+    if job.spec.no_kernel_reason:
+        return job.spec.attention
     names = (name for each in programs for name, _ in each["kernels"])
     return "kernel" if any("paged_attention" in name for name in names) else "plain XLA"
 

@@ -23,7 +23,13 @@ from jaxpage.batch import StepBatch
 from jaxpage.device import Device
 from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPool, KVPoolSpec, Layer
-from jaxpage.ops.implementations import Choice, Implementation, first_supported, require
+from jaxpage.ops.implementations import (
+    Choice,
+    Implementation,
+    Unsupported,
+    first_supported,
+    require,
+)
 from jaxpage.parallel.heads import HeadShares, share_heads
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels import hopper
@@ -103,8 +109,10 @@ _AHEAD = (
 )
 
 
-_LATENTS = "the kernel reads keys and values, and multi-head latent attention keeps latents, which are both"
 _PARTS = "the kernel needs layers with equally many and equally large KV heads"
+_PROMPTS_OF_LATENTS = (
+    "their kernel reads keys and values, and multi-head latent attention keeps latents"
+)
 
 
 def _accept_tpu(need: _Need) -> KVPoolSpec:
@@ -118,12 +126,12 @@ def _accept_tpu(need: _Need) -> KVPoolSpec:
 
 
 def _accept_hopper(need: _Need) -> KVPoolSpec:
-    require(_LATENTS if need.spec.value_dim is not None else None)
     require(_AHEAD if need.sees_ahead else None)
     require(hopper.unsupported_reason_on(need.device.compute_capability))
     for q, pool, _ in need.layers(need.spec):
-        require(_PARTS if isinstance(pool, PoolPart) else None)
-        require(gpu_layout.unsupported_reason(q, whole(pool)))
+        if isinstance(pool, PoolPart):
+            raise Unsupported(_PARTS)
+        require(gpu_layout.unsupported_reason(q, pool))
     require(hopper.unsupported_ptxas_here())
     sizes = tuned_sizes("paged_attention", "gpu", need.device.kind)
     return replace(need.spec, attention="hopper", kernel_sizes=sizes)
@@ -148,18 +156,26 @@ def choose(
 
     spec: a pool in the layout "heads", for XLA. heads: of all kinds of layers. table: the largest block table, [R, M].
     sees_ahead: some tokens attend to later ones (`StepBatch.last_keys`).
+
+    Of latents the Hopper kernel serves rows with one token, in all steps; the reason is why it serves no others.
     """
     need = _Need(spec=spec, device=device, heads=heads, table=table, sees_ahead=sees_ahead)
-    return first_supported("paged attention", IMPLEMENTATIONS, need, device.platform)
+    choice = first_supported("paged attention", IMPLEMENTATIONS, need, device.platform)
+    if choice.name == "hopper" and spec.value_dim is not None:
+        return replace(choice, refusals=(_PROMPTS_OF_LATENTS,))
+    return choice
 
 
 _KERNELS = {"tpu": "the kernel for TPUs", "hopper": "the kernel for Hopper GPUs"}
 
 
 def describe(name: str, reason: str | None) -> str:
-    """Which attention serves, in one line, and why no kernel does. name: of an implementation; reason: a choice's."""
+    """Which attention serves, in one line, and why no kernel does, or only of rows with one token. name: of an
+    implementation; reason: a choice's.
+    """
     if name != "xla":
-        return _KERNELS[name]
+        prompts = f"; prompts in plain XLA: {reason}" if reason else ""
+        return f"{_KERNELS[name]}{prompts}"
     return f"plain XLA: {reason or 'the kernels are for TPUs and Hopper GPUs'}"
 
 
@@ -273,8 +289,8 @@ def _write_and_attend(
         out, pool = _tpu_attention()(q, k, v, own, *rows, sizes=spec.kernel_sizes, **options)
         return pool, out
     if spec.attention == "hopper":
-        pool = _write_kv(pool, k, v, slot_mapping)
-        return pool, _gpu_attention()(q, pool, *rows, sizes=spec.kernel_sizes, **options)
+        own = _write_kv(own, k, v, slot_mapping)
+        return whole(own), _gpu_attention()(q, own, *rows, sizes=spec.kernel_sizes, **options)
     own = _write_kv(own, k, v, slot_mapping) if writes else own
     return whole(own), _paged_attention(q, own, *rows, **options)
 

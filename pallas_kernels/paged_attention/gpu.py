@@ -10,6 +10,9 @@ Two kernels share the contract of `reference.paged_attention`:
   the rows of wgmma, and as many programs as there are SMs walk a list of tiles. Few queries over many keys are too few
   tiles for that: their keys are cut too, by the row's lengths, in a launch of their own, and the third kernel adds up.
 
+Of latents (`kv_write/latents.py`) the first kernel serves rows with one query, a tile of keys being that of values too.
+Rows with more queries have no kernel: plain XLA computes them, in the same call.
+
 Blocks come by TMA straight from the pool, found through the block table (`gpu_tiles.py`). What is no key of the row
 (slots beyond its length, blocks that a tile has no use for) is masked out of the scores and overwritten by zeros in V,
 since 0 x NaN is NaN. Quantised blocks are copied as they are; a program widens a tile in registers and leaves it for
@@ -29,9 +32,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.lists import distinct
-from pallas_kernels.paged_attention import gpu_layout
+from pallas_kernels.paged_attention import gpu_layout, xla
 from pallas_kernels.paged_attention.gpu_decode import decode
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
 from pallas_kernels.paged_attention.gpu_prompts import prefill
@@ -42,7 +46,7 @@ DEFAULT = TileSizes()
 
 def paged_attention(
     q: Float[Array, "T H D"],
-    pool: Pool,
+    pool: Pool | LatentPool,
     block_table: Int[Array, "R M"],
     kv_lens: Int[Array, " R"],
     query_starts: Int[Array, " R+1"],
@@ -54,7 +58,7 @@ def paged_attention(
     one_query_per_row: bool = False,
     sizes: TileSizes = DEFAULT,
     interpret: Any = None,
-) -> Float[Array, "T H D"]:
+) -> Float[Array, "T H V"]:
     """Same contract as `reference.paged_attention`. T = R and query r is row r's if `one_query_per_row`.
 
     q and the pool are both bfloat16 or both float16, or the pool is quantised: wgmma reads its stored values in q's
@@ -65,15 +69,25 @@ def paged_attention(
     """
     if reason := gpu_layout.unsupported_reason(q, pool):
         raise NotImplementedError(reason)
+    is_of_latents = isinstance(pool, LatentPool)
+    if is_of_latents:
+        if window is not None or sinks is not None:
+            raise NotImplementedError("attention over latents has neither windows nor sinks here")
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, pool.shape[3] - q.shape[2])))
     if sinks is not None:
         sinks = sinks.astype(jnp.float32) * LOG2E
     options = Options(scale, window, soft_cap, sinks, sizes, interpret)
     if one_query_per_row:
         return decode(q, pool, block_table, kv_lens, options)
 
-    out = prefill(q, pool, block_table, kv_lens, query_starts, options)
     num_tokens, num_rows = q.shape[0], kv_lens.shape[0]
     single = query_starts[1:] - query_starts[:-1] == 1
+    if is_of_latents:
+        others = jnp.where(single, 0, kv_lens)
+        rows = (q, pool, block_table, others, query_starts)
+        out = xla.paged_attention(*rows, scale=scale, soft_cap=soft_cap)
+    else:
+        out = prefill(q, pool, block_table, kv_lens, query_starts, options)
     lens = jnp.where(single, kv_lens, 0)
     first = jnp.where(single, query_starts[:-1], num_tokens)
     if num_tokens < num_rows:  # no more than so many rows have a query

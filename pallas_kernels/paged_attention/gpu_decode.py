@@ -22,6 +22,7 @@ one that no step of it starts are started when it begins. So is the copy of the 
     queries, free       wgmma of item t  TMA of item t+2   implied by reading S'  wgmma to have read them
     keys [i % S]        TMA for step i   wgmma of S'       keys.ready[i % S]      the tile's blocks to arrive
     values [i % S]      TMA for step i   wgmma of O'       values.ready[i % S]    the tile's blocks to arrive
+    the same of latents the first columns of keys [i % S], which have arrived
     weights (P)         warpgroup        wgmma of O'       commit_smem            the writes to be visible
     wide, if quantised  warpgroup        wgmma             commit_smem            the same; K first, then V
     keys, values, free  wgmma of step i  TMA for step i+S  implied by reading O'  wgmma to have read them
@@ -64,17 +65,19 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     weights,
     without_zeros,
 )
-from pallas_kernels.wgmma import Ref, filled, load, product, store
+from pallas_kernels.wgmma import Ref, added_product, filled, load, product, store
 
 
 def decode(q, pool, block_table, kv_lens, options: Options, *, wanted: jax.Array | None = None):
-    """One query a row: q [R, H, D], row r's at position `kv_lens[r] - 1` → [R, H, D].
+    """One query a row: q [R, H, D], row r's at position `kv_lens[r] - 1` → [R, H, V].
 
-    Rows of length 0 give zeros. wanted: bool[R], None for all rows; other rows have length 0 and give anything.
+    V is D, or the `value_dim` of latents, which have D columns here. Rows of length 0 give zeros. wanted: bool[R], None
+    for all rows; other rows have length 0 and give anything.
     """
-    num_rows, num_heads, _ = q.shape
+    num_rows, num_heads, head_dim = q.shape
     num_kv_heads, num_keys = pool.shape[2] // 2, block_table.shape[1] * pool.shape[1]
-    rows, columns = part_shape(num_heads // num_kv_heads, q.shape[2])
+    value_dim = Source.of(pool).value_dim or head_dim
+    rows, columns = part_shape(num_heads // num_kv_heads, value_dim)
     most_groups = gpu_layout.Division.of(rows, columns).most_groups(num_keys, options.window)
     of_row = 4 * rows * columns * num_kv_heads * most_groups
     at_once = gpu_layout.rows_at_once(num_rows, of_row)
@@ -88,7 +91,7 @@ def decode(q, pool, block_table, kv_lens, options: Options, *, wanted: jax.Array
 
     turns = jax.tree.map(in_turns, of_rows)
     out = lax.map(lambda some: _decode_rows(some, pool, options), turns)
-    return out.reshape(-1, *q.shape[1:])[:num_rows]
+    return out.reshape(-1, num_heads, value_dim)[:num_rows]
 
 
 class _Inputs(NamedTuple):
@@ -113,8 +116,8 @@ def _decode_rows(of_rows: tuple, pool, options: Options):
     q, block_table, kv_lens, wanted = of_rows
     num_rows, num_heads, head_dim = q.shape
     source, block_size, num_kv_heads = Source.of(pool), pool.shape[1], pool.shape[2] // 2
-    group = num_heads // num_kv_heads
-    rows, columns = part_shape(group, head_dim)
+    group, value_dim = num_heads // num_kv_heads, source.value_dim or head_dim
+    rows, columns = part_shape(group, value_dim)
     num_keys = block_table.shape[1] * block_size
     division = gpu_layout.Division.of(rows, columns)
     sizes = (num_kv_heads, num_keys, options.window)
@@ -152,9 +155,9 @@ def _decode_rows(of_rows: tuple, pool, options: Options):
     inputs = _Inputs(queries, query_sums, block_table, items, source.arrays, sinks)
     (made,) = kernel(inputs)
     out = combine(made.parts, items, sinks, made.results, options.interpret)
-    if len(pieces(head_dim)) > 1:  # without what the second has in common with the first
-        out = jnp.concatenate([out[..., :64], out[..., 64 - head_dim :]], axis=-1)
-    return out[:, :, :group].reshape(q.shape)
+    if len(pieces(value_dim)) > 1:  # without what the second has in common with the first
+        out = jnp.concatenate([out[..., :64], out[..., 64 - value_dim :]], axis=-1)
+    return out[:, :, :group].reshape(num_rows, num_heads, value_dim)
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -247,7 +250,7 @@ class _Program:
         return Sums(accs, m, total.sum(axis=0))
 
     def _none(self) -> Sums:
-        return no_sums([width for _, width in pieces(self.plan.head_dim)], self.plan.columns)
+        return no_sums([width for _, width in pieces(self.plan.value_dim)], self.plan.columns)
 
     def _store_result(self, at: Item, sums: Sums) -> None:
         sink = self.inputs.sinks
@@ -291,11 +294,10 @@ class _Program:
         # All are looked up before a copy waits for the first.
         rows = range(0, TILE, source.rows(TILE))
         slots = {row: source.slot(block_of, TILE, start, row) for row in rows}
-        for column, stages in (
-            (2 * at.head, self.memory.keys),
-            (2 * at.head + 1, self.memory.values),
-        ):
-            source.fetch(self.inputs.pool, slots.__getitem__, column, stages, stage)
+        for which, stages in enumerate((self.memory.keys, self.memory.values)):
+            if stages is not None:
+                column = 2 * at.head + which
+                source.fetch(self.inputs.pool, slots.__getitem__, column, stages, stage)
 
     def _step(self, at: Item, following: Item, used, queries, query_sums, i, carry: _Running):
         plan, memory, source = self.plan, self.memory, self.plan.source
@@ -315,8 +317,10 @@ class _Program:
         s, unit = scores(s, (position >= at.low) & (position < at.high), plan.options)
         m, rescale, p = weights(s, unit, carry.m, axis=0)
         total, zeros = carry.total * by_head(rescale) + p, carry.zeros
-        plgpu.barrier_wait(memory.values.ready.at[stage])
+        if memory.values is not None:
+            plgpu.barrier_wait(memory.values.ready.at[stage])
         if zeros is not None:
+            assert memory.values is not None
             boost = source.boost(queries.dtype)
             scale, zero = factors(memory.values, 2 * at.head + 1, boost)
             p = p * scale
@@ -325,9 +329,8 @@ class _Program:
         v = self._values(at, stage, start)
         plgpu.commit_smem()
         accs = tuple(
-            acc * lax.broadcast_in_dim(rescale, acc.shape, [1])
-            + product(v.at[:, pl.ds(*piece)].transpose((1, 0)), memory.weights.transpose((1, 0)))
-            for acc, piece in zip(carry.accs, pieces(plan.head_dim), strict=True)
+            self._added(acc * lax.broadcast_in_dim(rescale, acc.shape, [1]), v.at[:, pl.ds(*piece)])
+            for acc, piece in zip(carry.accs, pieces(plan.value_dim), strict=True)
         )
         later = i + plan.num_stages
         is_mine = later < at.num_tiles
@@ -335,6 +338,14 @@ class _Program:
         tile = jnp.where(is_mine, later, later - at.num_tiles)
         pl.when(tile < item.num_tiles)(lambda: self._fetch(item, tile, stage))
         return _Running(accs, m, total, zeros)
+
+    def _added(self, acc, v):
+        """acc + V' P'."""
+        v, weights_smem = v.transpose((1, 0)), self.memory.weights.transpose((1, 0))
+        if not self.plan.source.is_of_latents:
+            return acc + product(v, weights_smem)
+        # Sums of 512 rows: registers have no room for their increase beside them.
+        return added_product(acc, v, weights_smem, interpret=self.plan.options.interpret)
 
     def _keys(self, stage) -> Ref:
         """[TILE, D] as wgmma reads them."""
@@ -348,11 +359,14 @@ class _Program:
 
     def _values(self, at: Item, stage, start) -> Ref:
         """Likewise, when they have arrived; zeros for what is no key and might be NaN. The caller commits."""
-        source, memory = self.plan.source, self.memory
+        plan, source, memory = self.plan, self.plan.source, self.memory
         if source.format is not None:
+            assert memory.values is not None
             source.widen(memory.values, stage, memory.wide, start, (at.low, at.high))
             return memory.wide
-        smem = memory.values.data.at[stage]
+        smem = (memory.values or memory.keys).data.at[stage]
+        if plan.value_dim < plan.head_dim:
+            smem = smem.at[:, pl.ds(0, plan.value_dim)]
         pl.when((start < at.low) | (start + TILE > at.high))(
             lambda: clear_outside(smem, start, at.low, at.high)
         )

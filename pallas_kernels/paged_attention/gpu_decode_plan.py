@@ -28,9 +28,9 @@ def pieces(head_dim: int) -> list[tuple[int, int]]:
     return [(0, head_dim)] if head_dim % 64 == 0 else [(0, 64), (head_dim - 64, 64)]
 
 
-def part_shape(group: int, head_dim: int) -> tuple[int, int]:
+def part_shape(group: int, value_dim: int) -> tuple[int, int]:
     """The shape of a part's sum, O': D, and G as wgmma pads it."""
-    return sum(width for _, width in pieces(head_dim)), pl.cdiv(group, 8) * 8
+    return sum(width for _, width in pieces(value_dim)), pl.cdiv(group, 8) * 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class Plan:
     source: Source
     num_kv_heads: int
     head_dim: int
+    value_dim: int  # D, or of latents fewer
     columns: int  # G as wgmma pads it
     in_groups: bool  # whether items may be groups of parts
     num_stages: int
@@ -58,13 +59,15 @@ class Plan:
     ) -> Plan:
         """`max_items`: the most items that all rows together can have, for each KV head."""
         head_dim, max_pairs = q.shape[2], max_items * num_kv_heads
-        _, columns = part_shape(q.shape[1] // num_kv_heads, head_dim)
+        value_dim = source.value_dim or head_dim
+        _, columns = part_shape(q.shape[1] // num_kv_heads, value_dim)
         per_sm, num_stages = _programs_and_stages(source, columns, q, options, max_pairs)
         return cls(
             options=options,
             source=source,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            value_dim=value_dim,
             columns=columns,
             in_groups=division.parts > 1,
             num_stages=num_stages,
@@ -80,7 +83,7 @@ def _programs_and_stages(
     Where items are few, they wait for their copies rather than for each other: fewer programs have more stages.
     """
     itemsize, head_dim = q.dtype.itemsize, q.shape[2]
-    stage_bytes = 2 * TILE * source.bytes_per_key()
+    stage_bytes = (1 if source.is_of_latents else 2) * TILE * source.bytes_per_key()
     own_bytes = columns * (2 * head_dim + TILE) * itemsize + 4096  # two q, p, barriers, reductions
     if source.format is not None:
         own_bytes += TILE * head_dim * itemsize
@@ -101,7 +104,7 @@ class Memory(NamedTuple):
     wide: Any  # [TILE, D]: a tile of K or V, widened; None if the pool is not quantised
     queries_ready: Any
     keys: Stages
-    values: Stages
+    values: Stages | None  # None of latents: those of keys
 
 
 def memory_of(plan: Plan, dtype) -> Memory:
@@ -113,7 +116,7 @@ def memory_of(plan: Plan, dtype) -> Memory:
         wide=None if plan.source.format is None else as_wgmma(TILE, plan.head_dim),
         queries_ready=plgpu.Barrier(num_barriers=2),
         keys=plan.source.stages(plan.num_stages, TILE),
-        values=plan.source.stages(plan.num_stages, TILE),
+        values=None if plan.source.is_of_latents else plan.source.stages(plan.num_stages, TILE),
     )
 
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.hopper import unsupported_jax
+from pallas_kernels.kv_write.latents import LatentPool
+from pallas_kernels.kv_write.parts import whole
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.lists import expand
@@ -31,6 +33,8 @@ SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
 RESERVED_BYTES = 1024  # and each takes besides what it asks for
 HEAD_DIMS = (64, 96, 128, 192, 256)
 MOST_TILE_KV = 128  # a tile lies in one block, or consists of whole ones
+# Of latents: their columns, those of values, and query heads. The sums of 24 heads leave too few registers.
+MOST_WIDTH, MOST_VALUES, MOST_LATENT_HEADS = 576, 512, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +50,23 @@ class TileSizes:
     programs_per_sm: int = 3
 
 
-def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str | None:
+def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool | LatentPool) -> str | None:
     """Why these kernels cannot serve such arguments, in one line; None if they can. Shapes and dtypes suffice."""
     if reason := unsupported_jax():
         return reason
-    quantised = isinstance(pool, QuantizedPool)
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not (quantised or pool.dtype == q.dtype):
-        other = "" if quantised else f" and the pool {pool.dtype}"
+    array = whole(pool)
+    quantised = isinstance(array, QuantizedPool)
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not (quantised or array.dtype == q.dtype):
+        other = "" if quantised else f" and the pool {array.dtype}"
         return f"q is {q.dtype}{other}; they must be bfloat16 or float16, and the same"
-    if q.shape[2] not in HEAD_DIMS:
-        return f"head dim {q.shape[2]} is none of {HEAD_DIMS}"
     if pool.shape[1] not in (8, 16, 32, 64) and pool.shape[1] % MOST_TILE_KV:
         return (
             f"block size {pool.shape[1]} is neither 8, 16, 32, 64 nor a multiple of {MOST_TILE_KV}"
         )
+    if isinstance(pool, LatentPool):
+        return _unsupported_latents(q.shape[1], pool)
+    if q.shape[2] not in HEAD_DIMS:
+        return f"head dim {q.shape[2]} is none of {HEAD_DIMS}"
     group = q.shape[1] // (pool.shape[2] // 2)
     if group > 64:
         return f"{group} query heads per KV head are more than 64"
@@ -70,6 +77,23 @@ def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str |
             return f"head dim {q.shape[2]} in {pool.format} does not fit wgmma's tiles or memory"
         if pool.scale_zero is not None and pool.shape[2] % 4:
             return f"{pool.shape[2] // 2} KV heads are odd: the scales of two are copied at once"
+    return None
+
+
+def _unsupported_latents(num_heads: int, pool: LatentPool) -> str | None:
+    width, value_dim = pool.shape[3], pool.value_dim
+    if width % 64 or width > MOST_WIDTH:
+        return f"latents of {width} columns are no multiple of 64 up to {MOST_WIDTH}"
+    if value_dim % 128 or value_dim > min(width, MOST_VALUES):
+        return (
+            f"values of {value_dim} columns, of latents of {width}, are no multiple of 128 up to "
+            f"{MOST_VALUES}"
+        )
+    if num_heads > MOST_LATENT_HEADS:
+        return (
+            f"{num_heads} query heads that read one latent are more than {MOST_LATENT_HEADS}; raise "
+            "tensor_parallel_size"
+        )
     return None
 
 

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.quantized import FLOATS, LEVELS, QuantizedPool
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
@@ -115,7 +116,7 @@ def without_zeros(acc, zeros, boost: float, axis: int):
 class PoolArrays(NamedTuple):
     """A pool as the kernels read it, or in a kernel refs: a row for each slot, K and V of a head side by side."""
 
-    data: Any  # [N * S, 2 * K * width], in the dtype of q, int8 or fp8
+    data: Any  # [N * S, 2 * K * width], of latents [N * S, width]; in the dtype of q, int8 or fp8
     scale_zero: Any = None  # [N * S, 4 * K], bfloat16 or float16: only of int8 and int4
 
 
@@ -135,11 +136,15 @@ class Source:
     format: str | None
     block_size: int
     width: int  # columns of a head's K: D, or D / 2 bytes of int4
+    value_dim: int | None = None  # of latents: the first columns of K that are V
 
     @classmethod
-    def of(cls, pool: Pool) -> Source:
+    def of(cls, pool: Pool | LatentPool) -> Source:
         num_blocks, block_size, heads, width = pool.shape
         slots = num_blocks * block_size
+        if isinstance(pool, LatentPool):
+            arrays = PoolArrays(pool.pool.reshape(slots, width))
+            return cls(arrays, None, block_size, width, pool.value_dim)
         if not isinstance(pool, QuantizedPool):
             return cls(PoolArrays(pool.reshape(slots, -1)), None, block_size, width)
         data, scale_zero = pool.data.reshape(slots, -1), pool.scale_zero
@@ -155,6 +160,10 @@ class Source:
     @property
     def has_scales(self) -> bool:
         return self.arrays.scale_zero is not None
+
+    @property
+    def is_of_latents(self) -> bool:
+        return self.value_dim is not None
 
     def boost(self, dtype) -> float:
         """What the scales of V are multiplied with, and sums divided by in the end (`without_zeros`).
@@ -265,7 +274,11 @@ def _inside(start, bounds: tuple):
 
 def clear_outside(v_smem, start, low, high):
     """Zeros in the rows of a tile of V, whose first is position `start`, that are not in [low, high)."""
-    v = load(v_smem, layout=plgpu.Layout.WGMMA)
-    position = start + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-    inside = (position >= low) & (position < high)
-    v_smem[...] = jnp.where(inside, v, jnp.zeros_like(v))
+    columns = v_smem.shape[1]
+    step = columns if columns <= 256 else 64  # of latents' values registers have no room for more
+    for first in range(0, columns, step):
+        part = v_smem if step == columns else v_smem.at[:, pl.ds(first, step)]
+        v = load(part, layout=plgpu.Layout.WGMMA)
+        position = start + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+        inside = (position >= low) & (position < high)
+        part[...] = jnp.where(inside, v, jnp.zeros_like(v))

@@ -22,6 +22,7 @@ environment = compiling.ptxas_environment
 SPILLED = {"decode": 0, "mixed": 32}
 # name: heads, KV heads, head dim, block size, dtype, what else the call says
 GQA = dict(heads=16, kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
+LATENTS = dict(heads=16, kv_heads=1, head_dim=576, value_dim=512, block_size=16, dtype="bfloat16")
 ATTENTION: dict[str, dict[str, Any]] = {
     "gqa-16-2": GQA,
     "gqa-32-8": GQA | dict(heads=32, kv_heads=8, block_size=32),
@@ -37,6 +38,9 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "fp8": GQA | dict(format="fp8_e4m3"),
     "int8-head-dim-192": GQA | dict(format="int8", head_dim=192),
     "window-soft-cap-sinks": GQA | dict(window=1000, soft_cap=30.0, sinks=True),
+    # Of 576 columns, whose first 512 are values.
+    "latents-16": LATENTS,
+    "latents-8-float16": LATENTS | dict(heads=8, block_size=64, dtype="float16"),
     # 64 rows of 32 groups: 64 MB of sums.
     "long-table": GQA | dict(heads=32, kv_heads=8, block_size=64, keys=1 << 17),
     "other-sizes": GQA | dict(sizes=dict(tile_kv=64, stages=4, programs_per_sm=4)),
@@ -91,6 +95,7 @@ def attention(
     block_size,
     dtype,
     format=None,
+    value_dim=None,
     sinks=False,
     keys=4096,
     sizes=None,
@@ -99,6 +104,7 @@ def attention(
     """Lowered for `rows` rows of up to `keys` keys, and a pool twice as large as they need."""
     import jax
 
+    from pallas_kernels.kv_write.latents import LatentPool
     from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
     from pallas_kernels.paged_attention import gpu, gpu_layout
 
@@ -110,6 +116,8 @@ def attention(
         scale_zero = spec((*slots, 2), "bfloat16") if format in LEVELS else None
         data = spec((*slots, columns), "uint8")
         pool = QuantizedPool(data=data, scale_zero=scale_zero, format=format)
+    if value_dim is not None:
+        pool = LatentPool(spec((*slots[:2], head_dim), dtype), value_dim)
     arguments = {
         "q": spec((tokens, heads, head_dim), dtype),
         "pool": pool,

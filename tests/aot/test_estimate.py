@@ -292,7 +292,7 @@ OF_DRAFTS = {
     "block_bytes": 10**5,
     "num_parameters": GB // 4,
     "kind": "a model",
-    "no_kernel_reason": None,
+    "attention": None,
 }
 LOOKUP = {"num_tokens": 4, "forward": "forward T=512", "model": None}
 

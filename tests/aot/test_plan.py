@@ -140,7 +140,9 @@ def test_latents_are_planned(tmp_path):
     code, found = run(path, target="v6e:2x2", compare=("h200",), max_model_len="8192")
     assert code == 0
     assert found[0]["attention"] == "kernel"
-    assert found[1]["attention"].startswith("plain XLA: the kernel reads keys and values")
+    assert found[1]["attention"].startswith(
+        "the kernel for Hopper GPUs; prompts in plain XLA: their kernel reads keys and values"
+    )
     for each, block_size, width in zip(found, (128, 64), (640, 576), strict=True):
         assert each["block_bytes"] == 2 * block_size * width * 2
         assert each["in_int8"]["block_bytes"] is None

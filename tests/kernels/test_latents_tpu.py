@@ -15,7 +15,7 @@ from jaxpage.batch import StepBatch
 from jaxpage.device import Device
 from jaxpage.kv_groups import Location
 from jaxpage.kv_pool import KVPoolSpec
-from jaxpage.ops.attention import Heads, PagedAttention, choose
+from jaxpage.ops.attention import Heads, PagedAttention, choose, describe
 from jaxpage.parallel.heads import share_heads
 from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.xla import write_kv
@@ -136,15 +136,24 @@ BFLOAT16 = KVPoolSpec(
 HEADS = (Heads(share_heads(16, 1, 1), 576),)
 
 
-def test_the_kernel_is_chosen_on_tpus_alone():
+def test_a_kernel_is_chosen_on_tpus_and_on_hopper_gpus(monkeypatch):
     tpu = Device(platform="tpu", kind="TPU v6 lite")
     choice = choose(BFLOAT16, tpu, heads=HEADS, table=(4, 9))
     assert choice.name == "tpu" and choice.chosen.array_shape == (9, 16, 640)
     hopper = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
     spec = replace(BFLOAT16, platform="gpu", layout="heads")
+    for each in ("unsupported_jax", "unsupported_ptxas_here"):
+        monkeypatch.setattr(f"pallas_kernels.hopper.{each}", lambda: None)
+    monkeypatch.setattr("pallas_kernels.paged_attention.gpu_layout.unsupported_jax", lambda: None)
     choice = choose(spec, hopper, heads=HEADS, table=(4, 9))
-    assert choice.name == "xla" and choice.chosen.array_shape == (9, 16, 576)
-    assert "multi-head latent attention keeps latents" in str(choice.reason)
+    assert choice.name == "hopper" and choice.chosen.array_shape == (9, 16, 576)
+    assert describe(choice.name, choice.reason).startswith(
+        "the kernel for Hopper GPUs; prompts in plain XLA: their kernel reads keys and values"
+    )
+    many = (Heads(share_heads(128, 1, 1), 576),)
+    choice = choose(spec, hopper, heads=many, table=(4, 9))
+    assert choice.name == "xla"
+    assert "128 query heads that read one latent are more than 16" in str(choice.reason)
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ import pytest
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import unsupported_jax
+from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool, quantize
 from pallas_kernels.paged_attention import cases, gpu, gpu_combine, gpu_layout, gpu_prompts
 from pallas_kernels.paged_attention.cases import Case
@@ -486,6 +487,22 @@ def test_what_the_kernels_cannot_do_they_refuse_with_the_reason(change, reason):
         gpu.paged_attention(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("width", "value_dim", "num_heads", "reason"),
+    [
+        (576, 512, 16, None),
+        (600, 512, 16, "latents of 600 columns are no multiple of 64 up to 576"),
+        (576, 64, 16, "values of 64 columns, of latents of 576, are no multiple of 128 up to 512"),
+        (576, 512, 20, "20 query heads that read one latent are more than 16"),
+    ],
+)
+def test_latents_that_the_kernel_cannot_read_are_named(width, value_dim, num_heads, reason):
+    pool = LatentPool(jax.ShapeDtypeStruct((9, 64, width), jnp.bfloat16), value_dim)
+    q = jax.ShapeDtypeStruct((1, num_heads, width), jnp.bfloat16)
+    found = gpu_layout.unsupported_reason(q, pool)
+    assert found is None if reason is None else str(found).startswith(reason)
+
+
 def test_rows_take_turns_where_their_parts_would_be_too_many(monkeypatch):
     """Bit for bit what they are at once; and more parts than the last kernel has stages."""
     divided(monkeypatch, keys=128, parts=2)
@@ -500,6 +517,68 @@ def test_rows_take_turns_where_their_parts_would_be_too_many(monkeypatch):
     assert gpu_layout.rows_at_once(5, bytes_per_row) == 2
     monkeypatch.setattr(gpu_combine, "_num_stages", lambda columns: 2)
     np.testing.assert_array_equal(run(gpu.paged_attention, arguments, **options), at_once)
+
+
+LATENT = partial(Case, num_kv_heads=1, dtype="bfloat16")
+# By name a case, and how many columns of its latents are values.
+LATENTS = {
+    "decode": (LATENT(name="", query_lens=(1,) * 4, kv_lens=(70, 1, 600, 0), head_dim=192), 128),
+    "decode-16": (
+        LATENT(name="", query_lens=(1, 1), kv_lens=(70, 530), num_heads=16, head_dim=576),
+        512,
+    ),
+    "decode-9-float16": (
+        LATENT(
+            name="",
+            query_lens=(1,),
+            kv_lens=(200,),
+            num_heads=9,
+            head_dim=576,
+            block_size=128,
+            dtype="float16",
+        ),
+        512,
+    ),
+    "mixed": (
+        LATENT(
+            name="",
+            query_lens=(1, 5, 0, 1),
+            kv_lens=(130, 40, 0, 64),
+            num_heads=2,
+            head_dim=192,
+            block_size=64,
+            num_padding_tokens=3,
+        ),
+        128,
+    ),
+}
+
+
+def check_latents(name: str, **options: Any) -> None:
+    """Against NumPy, whose pool has each key as the value too; of a poisoned pool. No value depends on the batch."""
+    case, value_dim = LATENTS[name]
+    if name.startswith("decode"):
+        case, options = decoding(case), options | {"one_query_per_row": True}
+    arguments = made_on_the_host(case)
+    keys = arguments["pool"][:, :, 0]
+    pools = (LatentPool(keys, value_dim), jnp.repeat(keys[:, :, None], 2, axis=2))
+    given = arguments | {"pool": pools[0]}
+    result = run(gpu.paged_attention, given, **options)
+    assert result.shape == (*arguments["q"].shape[:2], value_dim) and np.isfinite(result).all()
+    num_tokens = sum(case.query_lens)
+    want = dense_attention(case, arguments | {"pool": pools[1]})[..., :value_dim]
+    Hopper().compare(case, result[:num_tokens], want)
+    # Rows before the longest have one query each. Beside a prompt it gives what it gives in a decode step.
+    row = int(np.argmax(case.kv_lens))
+    alone = alone_in(given, case, row, row, row + 1)
+    options |= {"one_query_per_row": True}
+    got = run(gpu.paged_attention, alone, **options)
+    np.testing.assert_array_equal(got, result[row : row + 1])
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_latents_of_rows_with_one_query(name):
+    check_latents(name, interpret=interpreter())
 
 
 def made_on_the_host(case: Case) -> dict:
@@ -601,6 +680,7 @@ ON_GPU: dict[str, Callable[[], None]] = {
         for case in DECODE
     },
     **{f"mixed-{case.name}": partial(check_on_gpu, case) for case in Hopper.cases},
+    **{f"latents-{name}": partial(check_latents, name) for name in LATENTS},
     "alone": check_alone_on_gpu,
     "long-row": partial(
         check_on_gpu,
