@@ -13,8 +13,10 @@ gives its result; of several each gives its sums, and `gpu_combine.py` adds them
 i % S. To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 three
 programs an SM with two stages of 64 keys (32 KB) have 96 to 192 KB, also where one item ends and the next begins.
 
+At D = 512 there is room for one stage.
+
 **Protocol.** The warpgroup starts all copies itself. Those for step i start at the end of step i - S, which may belong
-to the previous item; the first S start before the first item. If an item has fewer than S tiles, copies for the next
+to the previous item; the first S start before the first item. With one stage, keys are copied while values are read. If an item has fewer than S tiles, copies for the next
 one that no step of it starts are started when it begins. So is the copy of the next item's queries.
 
     buffer              producer         consumer          barrier                waits for
@@ -25,6 +27,7 @@ one that no step of it starts are started when it begins. So is the copy of the 
     weights (P)         warpgroup        wgmma of O'       commit_smem            the writes to be visible
     wide, if quantised  warpgroup        wgmma             commit_smem            the same; K first, then V
     keys, values, free  wgmma of step i  TMA for step i+S  implied by reading O'  wgmma to have read them
+    keys, free, S = 1   wgmma of S'      TMA for step i+1  implied by the maximum wgmma to have read them
 """
 
 from __future__ import annotations
@@ -280,7 +283,7 @@ class _Program:
     def _stage(self, step):
         return lax.rem(step, jnp.int32(self.plan.num_stages))
 
-    def _fetch(self, at: Item, i, stage):
+    def _fetch(self, at: Item, i, stage, *, keys: bool = True, values: bool = True):
         """Start the copies of tile i."""
         source, start = self.plan.source, at.first + i * TILE
 
@@ -291,11 +294,12 @@ class _Program:
         # All are looked up before a copy waits for the first.
         rows = range(0, TILE, source.rows(TILE))
         slots = {row: source.slot(block_of, TILE, start, row) for row in rows}
-        for column, stages in (
-            (2 * at.head, self.memory.keys),
-            (2 * at.head + 1, self.memory.values),
+        for column, stages, wanted in (
+            (2 * at.head, self.memory.keys, keys),
+            (2 * at.head + 1, self.memory.values, values),
         ):
-            source.fetch(self.inputs.pool, slots.__getitem__, column, stages, stage)
+            if wanted:
+                source.fetch(self.inputs.pool, slots.__getitem__, column, stages, stage)
 
     def _step(self, at: Item, following: Item, used, queries, query_sums, i, carry: _Running):
         plan, memory, source = self.plan, self.memory, self.plan.source
@@ -314,6 +318,9 @@ class _Program:
         position = start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
         s, unit = scores(s, (position >= at.low) & (position < at.high), plan.options)
         m, rescale, p = weights(s, unit, carry.m, axis=0)
+        if plan.num_stages == 1:
+            # All have read the keys: the maximum was of theirs. With more stages others are on their way.
+            self._fetch_later(at, following, i, stage, values=False)
         total, zeros = carry.total * by_head(rescale) + p, carry.zeros
         plgpu.barrier_wait(memory.values.ready.at[stage])
         if zeros is not None:
@@ -329,12 +336,16 @@ class _Program:
             + product(v.at[:, pl.ds(*piece)].transpose((1, 0)), memory.weights.transpose((1, 0)))
             for acc, piece in zip(carry.accs, pieces(plan.head_dim), strict=True)
         )
-        later = i + plan.num_stages
+        self._fetch_later(at, following, i, stage, keys=plan.num_stages > 1)
+        return _Running(accs, m, total, zeros)
+
+    def _fetch_later(self, at: Item, following: Item, i, stage, **which: bool) -> None:
+        """Start the copies for the step that has step i's stage next."""
+        later = i + self.plan.num_stages
         is_mine = later < at.num_tiles
         item = Item(*(jnp.where(is_mine, *each) for each in zip(at, following, strict=True)))
         tile = jnp.where(is_mine, later, later - at.num_tiles)
-        pl.when(tile < item.num_tiles)(lambda: self._fetch(item, tile, stage))
-        return _Running(accs, m, total, zeros)
+        pl.when(tile < item.num_tiles)(lambda: self._fetch(item, tile, stage, **which))
 
     def _keys(self, stage) -> Ref:
         """[TILE, D] as wgmma reads them."""

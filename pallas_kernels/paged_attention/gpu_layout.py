@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.hopper import unsupported_jax
+from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.lists import expand
@@ -29,7 +30,9 @@ CUT_ITEMS, CUT_KEYS = 128, 1024
 PARTS_BYTES = 256 << 20  # of those sums at once; rows that have more take turns
 SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
 RESERVED_BYTES = 1024  # and each takes besides what it asks for
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
+MOST_HEADS = 64  # query heads per KV head: the fewest rows of a tile of queries,
+MOST_WIDE_HEADS = 32  # and of head dim 512, of which more queries do not fit beside a tile of keys and values
 MOST_TILE_KV = 128  # a tile lies in one block, or consists of whole ones
 
 
@@ -46,13 +49,16 @@ class TileSizes:
     programs_per_sm: int = 3
 
 
-def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str | None:
+def unsupported_reason(
+    q: jax.Array | jax.ShapeDtypeStruct, pool: Pool | PoolPart
+) -> str | None:
     """Why these kernels cannot serve such arguments, in one line; None if they can. Shapes and dtypes suffice."""
     if reason := unsupported_jax():
         return reason
-    quantised = isinstance(pool, QuantizedPool)
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not (quantised or pool.dtype == q.dtype):
-        other = "" if quantised else f" and the pool {pool.dtype}"
+    array = whole(pool)
+    quantised = isinstance(array, QuantizedPool)
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not (quantised or array.dtype == q.dtype):
+        other = "" if quantised else f" and the pool {array.dtype}"
         return f"q is {q.dtype}{other}; they must be bfloat16 or float16, and the same"
     if q.shape[2] not in HEAD_DIMS:
         return f"head dim {q.shape[2]} is none of {HEAD_DIMS}"
@@ -61,12 +67,15 @@ def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str |
             f"block size {pool.shape[1]} is neither 8, 16, 32, 64 nor a multiple of {MOST_TILE_KV}"
         )
     group = q.shape[1] // (pool.shape[2] // 2)
-    if group > 64:
-        return f"{group} query heads per KV head are more than 64"
+    most = MOST_WIDE_HEADS if q.shape[2] > 256 else MOST_HEADS
+    if group > most:
+        return f"{group} query heads per KV head are more than {most}"
+    if quantised and isinstance(pool, PoolPart):
+        return f"layers differ in their KV heads, and the pool is {array.format}"
     if isinstance(pool, QuantizedPool):
         # Each half of a byte is stored as columns of its own, in tiles of 64.
         tile = 64 if pool.format == "int4" else 32
-        if q.shape[2] == 256 or pool.data.shape[3] % tile:
+        if q.shape[2] >= 256 or pool.data.shape[3] % tile:
             return f"head dim {q.shape[2]} in {pool.format} does not fit wgmma's tiles or memory"
         if pool.scale_zero is not None and pool.shape[2] % 4:
             return f"{pool.shape[2] // 2} KV heads are odd: the scales of two are copied at once"

@@ -20,10 +20,17 @@ from pallas_kernels.paged_attention.gpu_layout import QueryTiles
 from pallas_kernels.paged_attention.gpu_tiles import Options, Source, Stages
 from pallas_kernels.wgmma import Ref, swizzle_of, tiled
 
-ROWS = 128  # of a query tile: two warpgroups of 64
 # Columns of queries and output that lie together: lines of 128 bytes. Mosaic GPU swizzles shared memory as it likes, by
 # the number of each such line, which code that loads or stores a slice counts from where the slice begins.
 STRIP = 64
+# The columns where the strips of a piece begin, see `Plan.pieces`.
+Piece = tuple[int, ...]
+MOST_BY_ROWS = 256  # columns of output that a warpgroup has room for in registers
+
+
+def rows_of_tile(head_dim: int) -> int:
+    """Rows of a query tile: two warpgroups have 64 each, or the same 64."""
+    return 128 if head_dim <= MOST_BY_ROWS else 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,30 +55,40 @@ class Plan:
         return self.source.format is None
 
     @property
+    def by_columns(self) -> bool:
+        """The two warpgroups share the columns of V, and not the rows, of which there are 64. See `gpu_prefill.py`."""
+        return self.head_dim > MOST_BY_ROWS
+
+    @property
+    def rows(self) -> int:
+        """Of a query tile."""
+        return rows_of_tile(self.head_dim)
+
+    @property
     def early(self) -> bool:
         """There is room for the next tile's queries beside this one's output."""
         return self.plain and self.head_dim <= 128
 
     @property
-    def pieces(self) -> list[slice]:
-        """Columns of queries and of output that are copied at once, D of them padded to a multiple of 64."""
+    def pieces(self) -> list[Piece]:
+        """What of queries and of output is copied at once, of D columns padded to a multiple of 64."""
         columns = pl.cdiv(self.head_dim, STRIP) * STRIP
+        if self.by_columns:  # a strip of either warpgroup
+            return [(first, first + columns // 2) for first in range(0, columns // 2, STRIP)]
         width = columns if columns <= 192 else 128  # or there is no room for two stages of V
-        return [slice(i, i + width) for i in range(0, columns, width)]
+        return [tuple(range(i, i + width, STRIP)) for i in range(0, columns, width)]
 
-    def strips(self, columns: slice) -> list[tuple[int, slice]]:
-        """Number and columns of each strip of STRIP columns of a piece."""
-        starts = range(columns.start, columns.stop, STRIP)
-        return [(i, slice(first, first + STRIP)) for i, first in enumerate(starts)]
-
-    def copies(self, columns: slice) -> list[tuple[int, int, slice]]:
+    def copies(self, piece: Piece) -> list[tuple[int, int, slice]]:
         """The copies of a piece, one for each head of the group and strip: the head, the strip and its columns."""
-        return [(g, *strip) for g in range(self.group) for strip in self.strips(columns)]
+        strips = [(i, slice(first, first + STRIP)) for i, first in enumerate(piece)]
+        return [(g, *strip) for g in range(self.group) for strip in strips]
 
     @property
     def tile_and_stages(self) -> tuple[int, int]:
         """Keys of a tile, stages of K as of V: what fits into shared memory beside queries and output."""
         sizes = self.options.sizes
+        if self.by_columns:
+            return 64, 1
         return (64, 2) if self.head_dim > 128 else (sizes.tile_kv, sizes.stages)
 
     @property
@@ -82,16 +99,16 @@ class Plan:
 def memory_of(plan: Plan, dtype) -> dict[str, Any]:
     """Types of the shared memory and barriers of a program, for `Memory.of`."""
     tile, num_stages = plan.tile_and_stages
-    num_strips = len(plan.strips(plan.pieces[0]))
-    by_row = plgpu.SMEM((num_strips, ROWS, STRIP), dtype)
+    num_strips = len(plan.pieces[0])
+    by_row = plgpu.SMEM((num_strips, plan.rows, STRIP), dtype)
     as_wgmma = partial(tiled, dtype=dtype, swizzle=swizzle_of(plan.head_dim * dtype.itemsize))
     interpreted = plan.options.interpret is not None
     readers = 2 if plan.plain else 1
     return {
         "output": by_row,
         "arrived": by_row if plan.early else None,
-        "queries": as_wgmma(ROWS, plan.head_dim),
-        "weights": as_wgmma(ROWS, tile) if interpreted else None,
+        "queries": as_wgmma(plan.rows, plan.head_dim),
+        "weights": as_wgmma(128, tile) if interpreted else None,
         "wide": [] if plan.plain else [as_wgmma(tile, plan.head_dim)] * 2,
         "factors": plgpu.SMEM((2, 2, tile), jnp.float32) if plan.source.has_scales else None,
         "rings": [
@@ -113,10 +130,10 @@ def memory_of(plan: Plan, dtype) -> dict[str, Any]:
 class Memory:
     """Shared memory and barriers of a program. Arrays are in q's dtype; `gpu_prefill.py` says who waits for what."""
 
-    output: Ref  # [strips of a piece, ROWS, STRIP], row-major
+    output: Ref  # [strips of a piece, rows, STRIP], row-major
     arrived: Ref  # likewise: queries as TMA copies them; `output` unless `plan.early`
-    queries: Ref  # [ROWS, D], in wgmma's layout, like the next two
-    weights: Ref | None  # [ROWS, tile], only for the interpreter: see `as_operand`
+    queries: Ref  # [rows, D], in wgmma's layout, like the next two
+    weights: Ref | None  # [128, tile], only for the interpreter: see `as_operand`
     wide: Sequence[Ref]  # [tile, D] each: widened tiles of K and V; none if `plan.plain`
     factors: Ref | None  # float32[2, 2, tile]: their scales and zeros; None if the pool has none
     keys: Ring

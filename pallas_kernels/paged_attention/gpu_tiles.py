@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.kv_write.parts import PoolPart
 from pallas_kernels.kv_write.quantized import FLOATS, LEVELS, QuantizedPool
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
@@ -135,11 +136,16 @@ class Source:
     format: str | None
     block_size: int
     width: int  # columns of a head's K: D, or D / 2 bytes of int4
+    before: int = 0  # heads of such a width before the layer's own, K and V counted apart
 
     @classmethod
-    def of(cls, pool: Pool) -> Source:
+    def of(cls, pool: Pool | PoolPart) -> Source:
         num_blocks, block_size, heads, width = pool.shape
         slots = num_blocks * block_size
+        if isinstance(pool, PoolPart):
+            assert not isinstance(pool.pool, QuantizedPool)
+            arrays = PoolArrays(pool.pool.reshape(slots, -1))
+            return cls(arrays, None, block_size, width, pool.index * heads)
         if not isinstance(pool, QuantizedPool):
             return cls(PoolArrays(pool.reshape(slots, -1)), None, block_size, width)
         data, scale_zero = pool.data.reshape(slots, -1), pool.scale_zero
@@ -195,6 +201,7 @@ class Source:
 
     def fetch(self, refs: PoolArrays, slot_of, column, stages: Stages, stage):
         """Copy a tile whose row i stands in slot `slot_of(i)`. `column`: 2 * head for K, 2 * head + 1 for V."""
+        column = column + self.before
         tile, ready = stages.data.shape[1], stages.ready.at[stage]
         rows = self.rows(tile)
         of_head = piece(column, self.width)
@@ -265,7 +272,9 @@ def _inside(start, bounds: tuple):
 
 def clear_outside(v_smem, start, low, high):
     """Zeros in the rows of a tile of V, whose first is position `start`, that are not in [low, high)."""
-    v = load(v_smem, layout=plgpu.Layout.WGMMA)
-    position = start + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-    inside = (position >= low) & (position < high)
-    v_smem[...] = jnp.where(inside, v, jnp.zeros_like(v))
+    for first in range(0, v_smem.shape[1], 256):  # as many as registers have room for
+        columns = v_smem.at[:, pl.ds(first, min(256, v_smem.shape[1] - first))]
+        v = load(columns, layout=plgpu.Layout.WGMMA)
+        position = start + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+        inside = (position >= low) & (position < high)
+        columns[...] = jnp.where(inside, v, jnp.zeros_like(v))
