@@ -20,6 +20,7 @@ from jaxpage.aot.topology import COMPILERS
 from jaxpage.device import Device
 from jaxpage.environment import compiler_flags, resolve_cache_dir
 from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.ops import state_kernel
 from jaxpage.ops.attention import Heads, choose, describe
 from jaxpage.parallel.heads import share_heads
 from jaxpage.runner.fingerprint import version_of
@@ -79,6 +80,7 @@ def _devices() -> Iterator[Line]:
         memory = f", {limit / GB:.1f} GB for programs" if limit else ""
         yield Line(name, f"{len(devices)} x {device.kind}{memory}")
         yield Line("", f"attention of a model such as Qwen2.5-3B: {_attention(device)}")
+        yield Line("", f"decode steps' recurrent states, as Qwen3.5-4B's: {_states(device)}")
         error = _error_of_product(devices[0])
         yield Line("", f"a bfloat16 product has a relative error of {error:.1e}", error < 1e-2)
 
@@ -96,6 +98,12 @@ def _attention(device: Device) -> str:
     )
     heads = (Heads(share_heads(16, 2, 1), 128),)
     choice = choose(pool, device, heads=heads, table=(256, 256))
+    return describe(choice.name, choice.reason)
+
+
+def _states(device: Device) -> str:
+    """What changes those of 32 value heads there, and why no kernel does."""
+    choice = state_kernel.choose((16, 2, 128, 128), 2, device, is_mamba=False)
     return describe(choice.name, choice.reason)
 
 

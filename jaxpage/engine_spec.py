@@ -29,7 +29,7 @@ from jaxpage.models.taps import residual_points
 from jaxpage.ops import attention
 from jaxpage.pictures.border import PictureProcessor
 from jaxpage.pool_choice import choose_pool, kv_groups
-from jaxpage.recurrent_state import num_cached_states, with_recurrent_state
+from jaxpage.recurrent_state import choose_kernel, num_cached_states, with_recurrent_state
 from jaxpage.research_config import ResearchConfig, ResearchSpec
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.encoder import make_picture_spec
@@ -145,6 +145,7 @@ class EngineSpec:
             prompt_embeds=config.enable_prompt_embeds,
             pictures=self.picture_spec,
             recurrent=model.recurrent,
+            state_kernel=choose_kernel(model, self.hardware, num_devices=self.num_devices).chosen,
             num_cached_states=self.num_cached_states,
             num_adapters=config.max_loras if config.enable_lora else 0,
             expert_load=(len(experts.layers), experts.num_experts) if counts and experts else None,

@@ -12,11 +12,12 @@ from jax.typing import DTypeLike
 from jaxpage.device import Device
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.lora import attach_adapters
-from jaxpage.ops import experts, lora, matmul
+from jaxpage.ops import embedding, experts, lora, matmul
 from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.sharding import sharding
 from jaxpage.weights.transform import (
     choose_experts,
+    choose_lookups,
     choose_products,
     choose_quantized_products,
     join_projections,
@@ -53,6 +54,7 @@ class Kernels(NamedTuple):
             note(f"{quantization} products", reasons)
         if floats:
             choose_products(model, self.of_matmul)
+            choose_lookups(model, self.of_embedding)
         note("experts", choose_experts(model, self.of_experts))
         return lines
 
@@ -71,12 +73,25 @@ class Kernels(NamedTuple):
         self, weight: matmul.Weight, axes: tuple[str, ...], units: tuple[int, ...]
     ) -> Choice[matmul.MatmulKernel]:
         """The kernel for a weight, whose axes `parallel.sharding` knows."""
-        mesh, spec = None, PartitionSpec()
-        if self.mesh is not None and self._num_devices > 1:
-            where = sharding(self.mesh, axes, units)
-            assert isinstance(where, NamedSharding)
-            mesh, spec = self.mesh, where.spec
+        mesh, spec = self._where(axes, units)
         return matmul.choose(weight, self.hardware, mesh=mesh, spec=spec, dtype=self.dtype)
+
+    def of_embedding(
+        self, table: Any, axes: tuple[str, ...], units: tuple[int, ...]
+    ) -> Choice[embedding.LookupKernel]:
+        """The kernel for lookups in a table, whose axes `parallel.sharding` knows."""
+        mesh, spec = self._where(axes, units)
+        return embedding.choose(table, self.hardware, mesh=mesh, spec=spec)
+
+    def _where(
+        self, axes: tuple[str, ...], units: tuple[int, ...]
+    ) -> tuple[Mesh | None, PartitionSpec]:
+        """How an array is sharded; no mesh: it is on one device."""
+        if self.mesh is None or self._num_devices == 1:
+            return None, PartitionSpec()
+        where = sharding(self.mesh, axes, units)
+        assert isinstance(where, NamedSharding)
+        return self.mesh, where.spec
 
     def of_experts(
         self, gate_up: experts.Weights, down: experts.Weights

@@ -1,4 +1,5 @@
-"""What an engine does without if some layers of its model have a recurrent state, and how many states it has room for.
+"""What an engine does without if some layers of its model have a recurrent state, how many states it has room for, and
+which kernel changes them.
 
 A state is of all tokens so far. Blocks of keys and values can be shared, found again and moved, one by one; a running
 sequence has only its last state, and the prefix cache has some copies (`engine.state_cache`).
@@ -12,7 +13,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpage.config import ResolvedConfig
+from jaxpage.device import Device
 from jaxpage.models.config import ModelConfig, RecurrentLayers
+from jaxpage.ops import state_kernel
+from jaxpage.ops.implementations import Choice
 
 # Of a device's memory:
 _MOST_STATES = 0.2  # for the states of sequences
@@ -65,6 +69,17 @@ def num_cached_states(
         return 0
     fitting = _num_fitting(_MOST_CACHED, model, device_bytes, num_devices)
     return min(fitting, 2 * config.max_num_seqs)
+
+
+def choose_kernel(model: ModelConfig, device: Device, *, num_devices: int) -> Choice[str | None]:
+    """What changes the states of rows with one token, see `ops.state_kernel`; XLA if the model has no such state."""
+    sizes = model.recurrent
+    if sizes is None:
+        return Choice("xla", None)
+    num_keys, *others = sizes.state_shape
+    share = num_keys if num_keys % num_devices else num_keys // num_devices
+    is_mamba = sizes.mamba is not None
+    return state_kernel.choose((share, *others), sizes.values_per_key, device, is_mamba=is_mamba)
 
 
 def _num_fitting(part: float, model: ModelConfig, device_bytes: int, num_devices: int) -> int:

@@ -14,7 +14,8 @@ from jaxpage.engine_spec import EngineSpec, LoadedModel, bytes_on_one_device
 from jaxpage.environment import vllm_variables
 from jaxpage.hub import display_name
 from jaxpage.ops.attention import describe
-from jaxpage.recurrent_state import sequence_bytes
+from jaxpage.ops.implementations import Choice
+from jaxpage.recurrent_state import choose_kernel, sequence_bytes
 from jaxpage.runner.programs import Programs
 from jaxpage.weights.spec import specs
 
@@ -49,7 +50,7 @@ def log_engine(spec: EngineSpec, slow_products: set[str], *, level: int = loggin
     logger.log(level_of(spec.no_kernel_reason), "%s", device_line(spec))
     logger.log(level, "%s", kv_cache_line(spec))
     if spec.step_spec.recurrent is not None:
-        logger.log(level, "%s", recurrent_state_line(spec))
+        logger.log(level_of(_choice_of_kernel(spec).reason), "%s", recurrent_state_line(spec))
     if level < logging.INFO:
         return
     for line in sorted(slow_products):
@@ -122,13 +123,21 @@ def kv_cache_line(spec: EngineSpec) -> str:
 
 
 def recurrent_state_line(spec: EngineSpec) -> str:
-    """Of running sequences and of the prefix cache, with their bytes on all devices."""
+    """Of running sequences and of the prefix cache, with their bytes on all devices, and what changes them."""
     model, number = spec.model.config, spec.config.max_num_seqs
     assert model.recurrent is not None
     size = sequence_bytes(model.recurrent, model.dtype)
     num_cached = spec.step_spec.num_cached_states
     cached = f"{_short(num_cached * size)}B for {num_cached} in the" if num_cached else "no"
-    return f"state     {_short(number * size)}B of recurrent state for {number} sequences, {cached} prefix cache"
+    choice = _choice_of_kernel(spec)
+    return (
+        f"state     {_short(number * size)}B of recurrent state for {number} sequences, {cached} prefix cache, "
+        f"decode: {describe(choice.name, choice.reason)}"
+    )
+
+
+def _choice_of_kernel(spec: EngineSpec) -> Choice[str | None]:
+    return choose_kernel(spec.model.config, spec.hardware, num_devices=spec.num_devices)
 
 
 def programs_line(programs: Sequence[Programs], *, ahead_of_time: bool) -> str:

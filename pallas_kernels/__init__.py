@@ -10,6 +10,7 @@
 | grouped_matmul | rows with the weights of their experts | XLA | kernel | kernel |
 | lora | low-rank adapters, a different one for each row | XLA | kernel | kernel |
 | rope | rotary embeddings of queries and keys | XLA | kernel | XLA |
+| embedding | rows of tokens in a table that lies by column | XLA | kernel | XLA |
 | token_mask | which tokens a row may sample, and biases | XLA | kernel | XLA |
 
 Each also has a reference, which is its definition.

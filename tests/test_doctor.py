@@ -37,6 +37,7 @@ def test_a_machine_that_is_well(capsys, cache):
     assert code == 0, text
     assert f"jax                {jax.__version__}" in text
     assert "such as Qwen2.5-3B: plain XLA: the kernels are for TPUs and Hopper GPUs\n" in text
+    assert "as Qwen3.5-4B's: plain XLA: the kernels are for TPUs and Hopper GPUs\n" in text
     assert "8 x cpu" in text and "1 programs" in text and "all is well" in text
 
 

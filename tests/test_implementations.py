@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.ops import attention, blocks, experts, lora, matmul
+from jaxpage.ops import attention, blocks, embedding, experts, lora, matmul, state_kernel
 from jaxpage.ops.implementations import Implementation, first_supported, require
 
 
@@ -50,7 +50,10 @@ def test_if_none_can_serve_one_error_has_all_reasons():
 @pytest.mark.parametrize(
     "implementations",
     [
-        *(operation.IMPLEMENTATIONS for operation in (attention, blocks, experts, lora)),
+        *(
+            operation.IMPLEMENTATIONS
+            for operation in (attention, blocks, embedding, experts, lora, state_kernel)
+        ),
         *matmul.IMPLEMENTATIONS.values(),
     ],
 )

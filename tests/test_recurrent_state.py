@@ -1,23 +1,34 @@
-"""What an engine does without if its model has a recurrent state, and how many states it has room for."""
+"""What an engine does without if its model has a recurrent state, how many states it has room for, and which kernel
+changes them.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig
 from jaxpage.beam_search import request_params
+from jaxpage.device import Device
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
+from jaxpage.ops import state_kernel
 from jaxpage.prompts import Limits
+from jaxpage.recurrent_state import choose_kernel
 from jaxpage.start_up_log import recurrent_state_line
+from pallas_kernels import hopper
 from tests.aot.recurrent import MODELS
 
 SMALL = MODELS["4B"] | {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 96}
 # float32 matrices of 32 value heads, and bfloat16 inputs of a convolution over 16 + 16 + 32 heads, in six layers.
 SEQUENCE_BYTES = 6 * (4 * 32 * 128 * 128 + 2 * 3 * 64 * 128)
 GIB = 2**30
+XLA = "plain XLA: the kernels are for TPUs and Hopper GPUs"
+CPU, TPU = Device(platform="cpu"), Device(platform="tpu", kind="TPU v6 lite")
+HOPPER = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
 
 
 @pytest.fixture
@@ -51,10 +62,68 @@ def test_the_log_says_how_many_states_there_are(folder):
     states, cached = 200 * SEQUENCE_BYTES / 1e9, 32 * SEQUENCE_BYTES / 1e6
     start = f"state     {states:.2f} GB of recurrent state for 200 sequences, "
     assert recurrent_state_line(spec_of(folder, max_num_seqs=200)) == (
-        f"{start}{cached:.0f} MB for 32 in the prefix cache"
+        f"{start}{cached:.0f} MB for 32 in the prefix cache, decode: {XLA}"
     )
     without = spec_of(folder, max_num_seqs=200, enable_prefix_caching=False)
-    assert recurrent_state_line(without) == start + "no prefix cache"
+    assert recurrent_state_line(without) == f"{start}no prefix cache, decode: {XLA}"
+
+
+@pytest.fixture
+def can_compile(monkeypatch):
+    """Kernels for Hopper GPUs, with any jax."""
+    monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
+    monkeypatch.setattr(hopper, "ptxas_version", lambda path: (13, 1, 80))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("num_devices", [1, 4, 3])
+def test_the_states_of_models_are_the_kernels(name, num_devices, tmp_path, can_compile):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    model = spec_of(tmp_path).model.config
+    for device, platform in ((HOPPER, "gpu"), (TPU, "tpu"), (CPU, None)):
+        choice = choose_kernel(model, device, num_devices=num_devices)
+        assert (choice.chosen, choice.reason) == (platform, None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "shape", "is_mamba", "reason"),
+    [
+        ("9.0", (16, 2, 128, 128), False, None),
+        ("9.0", (8, 128, 1024), True, None),
+        ("8.0", (16, 2, 128, 128), False, "9.0; this device's is 8.0"),
+        ("9.0", (16, 2, 128, 96), False, "value dim 96 is no multiple of 64"),
+        ("9.0", (8, 128, 64), True, "value dim 32 is no multiple of 64"),
+        ("9.0", (8, 12, 256), True, "key dim 12 is no multiple of 8 up to 256"),
+    ],
+)
+def test_where_the_kernel_cannot_serve_xla_does_for_a_reason(
+    capability, shape, is_mamba, reason, can_compile
+):
+    num_values = 16 if shape == (8, 128, 1024) else 2
+    device = replace(HOPPER, compute_capability=capability)
+    choice = state_kernel.choose(shape, num_values, device, is_mamba=is_mamba)
+    assert choice.chosen == (None if reason else "gpu")
+    assert choice.reason is None if reason is None else str(choice.reason).endswith(reason)
+
+
+def test_an_assembler_that_miscompiles_and_an_old_jax_are_reasons(can_compile, monkeypatch):
+    monkeypatch.setattr(hopper, "find_ptxas", lambda: Path("/cuda/bin/ptxas"))
+    monkeypatch.setattr(hopper, "ptxas_version", lambda path: (13, 0, 88))
+    asked = ((16, 2, 128, 128), 2, HOPPER)
+    choice = state_kernel.choose(*asked, is_mamba=False)
+    assert choice.chosen is None and "ptxas 13.0.88" in str(choice.reason)
+    monkeypatch.setattr(hopper, "JAX_VERSIONS", ((99,), (100,)))
+    choice = state_kernel.choose(*asked, is_mamba=False)
+    assert choice.chosen is None and "the kernels need jax >= 99" in str(choice.reason)
+
+
+def test_a_device_s_kernel_serves_its_steps_and_the_log_says_so(folder, can_compile):
+    spec = replace(spec_of(folder), hardware=HOPPER)
+    assert spec.step_spec.state_kernel == "gpu"
+    assert recurrent_state_line(spec).endswith("decode: the kernel for Hopper GPUs")
+    old = replace(spec, hardware=replace(HOPPER, compute_capability="8.0"))
+    assert old.step_spec.state_kernel is None
+    assert recurrent_state_line(old).endswith("this device's is 8.0")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from jaxpage.aot.targets import Chip
 
 # Kernels whose bytes and flops depend on the batch.
 ATTENTION = ("paged_decode", "paged_prefill", "paged_combine")
+STATES = ("delta_rule", "mamba2")  # which move the states of the rows only
 
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
@@ -33,14 +34,14 @@ _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is wri
 
 
 def nanoseconds(program: Program, chip: Chip) -> dict[str, int | None]:
-    """The time of each instruction that launches a kernel, by name; None for attention's."""
+    """The time of each instruction that launches a kernel, by name; None for `ours`."""
     found: dict[str, int | None] = {}
     for computation in program.computations.values():
         made = {each.name: each for each in computation}
         for each in computation:
             if each.opcode in _FREE:
                 continue
-            if each.opcode == "custom-call" and any(f"/{name}/" in each.line for name in ATTENTION):
+            if ours(each) is not None:
                 found[each.name] = None
                 continue
             num_bytes, flops = _work(each, made, program)
@@ -50,6 +51,15 @@ def nanoseconds(program: Program, chip: Chip) -> dict[str, int | None]:
             )
             found[each.name] = round(1e9 * (seconds + chip.seconds_per_kernel))
     return found
+
+
+def ours(kernel: Instruction) -> str | None:
+    """The name of a kernel whose work depends on the batch: `paged_attention`, or one of STATES. None: another one."""
+    if kernel.opcode != "custom-call":
+        return None
+    if any(f"/{name}/" in kernel.line for name in ATTENTION):
+        return "paged_attention"
+    return next((name for name in STATES if f"/{name}/" in kernel.line), None)
 
 
 def _work(

@@ -1,5 +1,5 @@
 """Estimates of a program's time, as JSON: cycles of XLA's own instructions, and each kernel's schedule; for GPUs
-nanoseconds of all kernels but attention's.
+nanoseconds of all kernels but attention's and those of recurrent states.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.aot.cycles import Cost, costs_of, grouped, total_cycles
-from jaxpage.aot.gpu_time import nanoseconds
+from jaxpage.aot.gpu_time import nanoseconds, ours
 from jaxpage.aot.hlo import Program
 from jaxpage.aot.targets import Chip
 from jaxpage.aot.tpu_schedule import Schedule, base_name, schedules
@@ -39,8 +39,10 @@ def _kernels(calls: list[Cost], dumped: Path | None) -> list[dict[str, Any]]:
     rows of its first result.
     """
     if dumped is None:
-        number = sum(call.times for call in calls)
-        return [{"name": "paged_attention", "count": number, "program": None}] if number else []
+        numbers: Counter[str | None] = Counter()
+        for call in calls:
+            numbers[ours(call.instruction)] += call.times
+        return [{"name": name, "count": n, "program": None} for name, n in numbers.items()]
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     widths: dict[tuple[str, tuple[str, ...]], int] = {}
     for call in calls:

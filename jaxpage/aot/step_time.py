@@ -1,8 +1,9 @@
 """Where a step would spend its time, from the result of `worker.measure`. Pure arithmetic.
 
 On a TPU XLA's own instructions take the cycles that XLA estimates, and a kernel the larger of its bundles over the
-clock and its bytes over the bandwidth. On a GPU kernels take what `gpu_time` estimates, and attention the larger of its
-flops and its bytes over the rates that it uses, and the time of its launches.
+clock and its bytes over the bandwidth. On a GPU kernels take what `gpu_time` estimates, attention the larger of its
+flops and its bytes over the rates that it uses, and the time of its launches, and kernels for recurrent states that of
+the states of rows with one token and of their launches.
 """
 
 from __future__ import annotations
@@ -123,18 +124,22 @@ def _parts(
 def _recurrent_parts(
     measured: dict[str, Any], program: dict[str, Any], case: tuple[int, int, int]
 ) -> list[Part]:
-    """The kernels for recurrent states on a TPU, whose grids are as long as there is work: the states of all rows over
-    the bandwidth, or flops over the peak.
+    """The kernels for recurrent states, whose work is as long as there are rows: the states of all rows over the
+    bandwidth, or on a TPU flops over the peak. On a GPU rows of several tokens are XLA's.
     """
     recurrence, chip, (count, query_len, _) = measured["recurrence"], measured["chip"], case
     kernels = [x for x in program["time"]["kernels"] if x["name"].startswith(_OF_STATES)]
     if not kernels or recurrence is None:
         return []
-    flops = recurrence["flops_per_token" if query_len == 1 else "flops_in_prompts"]
     of_states = 2 * count * recurrence["sequence_bytes"] / chip["bytes_per_second"]
+    calls = sum(kernel["count"] for kernel in kernels)
+    if chip["platform"] == "gpu":
+        of_rows = of_states / chip["copy_share"] if query_len == 1 else 0.0
+        ms = 1000 * (of_rows + calls * chip["seconds_per_kernel"])
+        return [Part(what="recurrent states (bytes)", count=calls, ms=ms)]
+    flops = recurrence["flops_per_token" if query_len == 1 else "flops_in_prompts"]
     of_products = count * query_len * flops / chip["flops_per_second"]
     bound = "flops" if of_products > of_states else "bytes"
-    calls = sum(kernel["count"] for kernel in kernels)
     ms = 1000 * max(of_states, of_products)
     return [Part(what=f"recurrent states ({bound}, at best)", count=calls, ms=ms)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,12 +12,12 @@ import numpy as np
 from jaxpage.bench import oracle
 from jaxpage.bench.kernel_check import BAR_FLOAT32, Check
 from jaxpage.ops.delta_rule import AnyTokens
-from pallas_kernels.delta_rule import cases, tpu, tpu_windows, xla
+from pallas_kernels.delta_rule import cases, tpu_windows, xla
 from pallas_kernels.delta_rule.chunks import DELTA, Rule
 from pallas_kernels.mamba2 import cases as mamba2_cases
-from pallas_kernels.mamba2 import tpu as mamba2_tpu
 from pallas_kernels.mamba2 import tpu_windows as mamba2_windows
 from pallas_kernels.mamba2.chunks import MAMBA2
+from pallas_kernels.tile_sizes import kernel_of
 
 
 class _Row(NamedTuple):
@@ -31,18 +31,16 @@ class _Rule(NamedTuple):
     name: str  # the folder of its kernels
     cases: Any  # its module of cases
     rule: Rule  # for XLA
-    one_token: Callable[..., Any]  # kernels of a TPU
-    by_windows: Callable[..., Any]
+    by_windows: Callable[..., Any]  # kernel of a TPU
     oracle: Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
 _RULES = (
-    _Rule("delta_rule", cases, DELTA, tpu.one_token, tpu_windows.by_windows, oracle.delta_rule),
+    _Rule("delta_rule", cases, DELTA, tpu_windows.by_windows, oracle.delta_rule),
     _Rule(
         "mamba2",
         mamba2_cases,
         MAMBA2,
-        mamba2_tpu.one_token,
         mamba2_windows.by_windows,
         oracle.mamba2,
     ),
@@ -57,6 +55,7 @@ def checks(platform: str, tiny: bool) -> Iterator[Check]:
 
 def _checks(rule: _Rule, platform: str, step: int) -> Iterator[Check]:
     """step: one of so many cases."""
+    by_token = {} if platform == "cpu" else {platform: kernel_of(rule.name, platform).one_token}
     for case in rule.cases.CASES[::step]:
         arguments = rule.cases.arguments(case)
         given = arguments["rows"]
@@ -64,7 +63,7 @@ def _checks(rule: _Rule, platform: str, step: int) -> Iterator[Check]:
         rows = [_Row(slots[i], i, i + 1, begins[i]) for i in range(case.rows)]
         by_xla = partial(xla.one_token, together=case.most, rule=rule.rule)
         error = partial(_error, rule, arguments["states"], given.tokens, rows)
-        for module, run in _of_platform(platform, rule.one_token, by_xla):
+        for module, run in _of_platform(platform, by_token, by_xla):
             name = f"{rule.name} ({module}) one token, {case.name}"
             yield Check(name, run, tuple(arguments.values()), error, BAR_FLOAT32)
     for case in rule.cases.WINDOW_CASES[::step]:
@@ -72,16 +71,16 @@ def _checks(rule: _Rule, platform: str, step: int) -> Iterator[Check]:
         rows = [_Row(*row) for row in case.rows]
         by_xla = partial(xla.by_windows, rule=rule.rule)
         error = partial(_error, rule, arguments["states"], arguments["windows"], rows)
-        for module, run in _of_platform(platform, rule.by_windows, by_xla):
+        for module, run in _of_platform(platform, {"tpu": rule.by_windows}, by_xla):
             name = f"{rule.name} ({module}) windows, {case.name}"
             yield Check(name, run, tuple(arguments.values()), error, BAR_FLOAT32)
 
 
 def _of_platform(
-    platform: str, kernel: Callable[..., Any], by_xla: Callable[..., Any]
+    platform: str, kernels: Mapping[str, Callable[..., Any]], by_xla: Callable[..., Any]
 ) -> list[tuple[str, Callable[..., Any]]]:
-    """What this platform can run."""
-    return [*([("tpu", kernel)] if platform == "tpu" else []), ("xla", by_xla)]
+    """What this platform can run. kernels: by platform."""
+    return [*((name, run) for name, run in kernels.items() if name == platform), ("xla", by_xla)]
 
 
 def _error(

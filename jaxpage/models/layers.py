@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxpage.ops import embedding
 from jaxpage.ops.matmul import XLA, matmul
 from pallas_kernels.matmul.reference import with_bias
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
@@ -138,10 +139,11 @@ class Embedding(nnx.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, init: Initialiser, dtype: jnp.dtype):
         shape = (vocab_size, hidden_size)
         self.weight = param(shape, axes=("vocab", "embed"), init=init, dtype=dtype)
+        self.kernel = embedding.XLA
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """int32[..., T] -> [..., T, E]"""
-        return self.weight[...].at[token_ids].get(mode="clip")
+        return embedding.lookup(self.weight[...], token_ids, kernel=self.kernel)
 
 
 class RMSNorm(nnx.Module):

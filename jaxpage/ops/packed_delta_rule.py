@@ -1,5 +1,5 @@
-"""Recurrent states for the packed tokens of a step, the gated delta rule's or Mamba-2's: by the kernels of a TPU where
-they can serve, else by XLA.
+"""Recurrent states for the packed tokens of a step, the gated delta rule's or Mamba-2's. Rows of one token are the
+kernel's that was chosen, see `state_kernel`; longer ones a kernel's on TPUs where that can serve, else XLA's.
 
 Tokens are divided into windows of CHUNK, wherever rows begin and end, and a row has a part in each window that it
 reaches into. Rows of one token need no window.
@@ -19,11 +19,11 @@ from jax import lax
 
 from jaxpage.ops.delta_rule import CHUNK, AnyTokens, rule_of
 from jaxpage.ops.lists import chosen_first
+from jaxpage.ops.state_kernel import one_token_of
 from jaxpage.plan import NULL_SLOT
-from pallas_kernels.delta_rule import tpu, tpu_windows, xla
+from pallas_kernels.delta_rule import tpu_windows, xla
 from pallas_kernels.delta_rule.reference import Parts, Rows, Tokens
 from pallas_kernels.lists import expand
-from pallas_kernels.mamba2 import tpu as mamba2_tpu
 from pallas_kernels.mamba2 import tpu_windows as mamba2_windows
 
 _TOGETHER = 8  # rows of one token, in steps with longer ones
@@ -42,21 +42,26 @@ class StateRows(NamedTuple):
 
 
 def of_packed_tokens(
-    field: jax.Array, tokens: AnyTokens, rows: StateRows
+    field: jax.Array, tokens: AnyTokens, rows: StateRows, *, kernel: str | None
 ) -> tuple[jax.Array, jax.Array]:
-    """`field` [Q, ...] with the state after each row, and the outputs float32[T, ...]."""
+    """`field` [Q, ...] with the state after each row, and the outputs float32[T, ...].
+
+    kernel: for rows of one token, a result of `state_kernel.choose`.
+    """
     field, out = _by_windows(field, tokens, rows)
     is_single = rows.is_live & (rows.num_tokens == 1)
-    field, out = _singles(field, out, tokens, rows, is_single, together=_TOGETHER)
+    options = {"together": _TOGETHER, "kernel": kernel}
+    field, out = _singles(field, out, tokens, rows, is_single, **options)
     return _to_siblings(field, rows), out
 
 
 def of_single_tokens(
-    field: jax.Array, tokens: AnyTokens, rows: StateRows
+    field: jax.Array, tokens: AnyTokens, rows: StateRows, *, kernel: str | None
 ) -> tuple[jax.Array, jax.Array]:
     """The same for rows that all have one token."""
     out = jnp.zeros_like(tokens.v)
-    return _singles(field, out, tokens, rows, rows.is_live, together=rows.slots.size)
+    options = {"together": rows.slots.size, "kernel": kernel}
+    return _singles(field, out, tokens, rows, rows.is_live, **options)
 
 
 def _by_windows(
@@ -115,6 +120,7 @@ def _singles(
     is_single: jax.Array,
     *,
     together: int,
+    kernel: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The rows of one token. together: how many of them XLA computes at a time."""
     order, number = chosen_first(is_single)
@@ -125,10 +131,11 @@ def _singles(
         begins=rows.begins[order],
         tokens=jax.tree.map(lambda x: x[first], tokens),
     )
-    by_xla = partial(xla.one_token, together=together, rule=rule_of(tokens))
-    kernels = tpu if isinstance(tokens, Tokens) else mamba2_tpu
-    kernel = by_xla if kernels.unsupported_reason(field) else kernels.one_token
-    field, new = lax.platform_dependent(field, given, number, tpu=kernel, default=by_xla)
+    if kernel is None:
+        one_token = partial(xla.one_token, together=together, rule=rule_of(tokens))
+    else:
+        one_token = one_token_of(tokens, kernel)
+    field, new = one_token(field, given, number)
     return field, out.at[jnp.where(exists, first, out.shape[0])].set(new, mode="drop")
 
 

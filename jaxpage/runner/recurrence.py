@@ -103,12 +103,14 @@ class SlotRecurrence:
         bucket: Bucket,
         *,
         on_gpu: bool,
+        kernel: str | None = None,
         mesh: Mesh | None = None,
     ):
+        """kernel: for rows of one token, see `StepSpec.state_kernel`."""
         self.state, self._sizes = dict(state), sizes
         self._rows = _rows_of(batch)
         self._one_token_per_row, self._on_gpu = bucket.decode, on_gpu
-        self._mesh = mesh
+        self._kernel, self._mesh = kernel, mesh
 
     def convolve(
         self, layer: int, inputs: Sequence[jax.Array], weights: Sequence[jax.Array]
@@ -126,7 +128,7 @@ class SlotRecurrence:
     def advance(self, layer: int, tokens: AnyTokens) -> jax.Array:
         name, by_head = _STATE.format(layer), P(None, TENSOR)
         call = self._on_shares(
-            partial(_advance, one_token_per_row=self._one_token_per_row),
+            partial(_advance, one_token_per_row=self._one_token_per_row, kernel=self._kernel),
             inputs=(by_head, by_head, P()),
             outputs=(by_head, by_head),
         )
@@ -214,10 +216,15 @@ def _last_inputs(x: jax.Array, before: list[jax.Array], rows: StateRows) -> list
     return last
 
 
-@partial(jax.jit, static_argnames="one_token_per_row")
+@partial(jax.jit, static_argnames=("one_token_per_row", "kernel"))
 def _advance(
-    field: jax.Array, tokens: AnyTokens, rows: StateRows, *, one_token_per_row: bool
+    field: jax.Array,
+    tokens: AnyTokens,
+    rows: StateRows,
+    *,
+    one_token_per_row: bool,
+    kernel: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The field [Q, ...] with the state after each row, and the outputs float32[T, ...]."""
     compute = of_single_tokens if one_token_per_row else of_packed_tokens
-    return compute(field, tokens, rows)
+    return compute(field, tokens, rows, kernel=kernel)

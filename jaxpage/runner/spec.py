@@ -55,6 +55,8 @@ class StepSpec:
     processors: Processors = ()  # the user's logits processors
     pictures: PictureSpec | None = None  # for models that take pictures
     recurrent: RecurrentLayers | None = None  # for models with layers that have a recurrent state
+    # Whose kernel changes them for rows of one token, "tpu" or "gpu"; None: XLA does, see `ops.state_kernel`.
+    state_kernel: str | None = None
     num_cached_states: int = 0  # recurrent states in the prefix cache
     num_adapters: int = 0  # adapter slots of the model
     # (layers with experts, experts per layer), if tokens are counted by expert

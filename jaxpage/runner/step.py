@@ -320,8 +320,8 @@ class Step:
         inputs = with_extras(inputs, state, rows, batch, bucket, self.spec, embeds)
         recurrence = None
         if (sizes := self.spec.recurrent) is not None:
-            where = {"on_gpu": self._platform == "gpu", "mesh": self.mesh}
-            recurrence = SlotRecurrence(sizes, state, batch, bucket, **where)
+            how = {"on_gpu": self._platform == "gpu", "kernel": self.spec.state_kernel}
+            recurrence = SlotRecurrence(sizes, state, batch, bucket, **how, mesh=self.mesh)
             inputs = replace(inputs, recurrence=recurrence)
         model, research, captured = self._model(leaves), self.spec.research, None
         if research is None:

@@ -122,7 +122,7 @@ async def _post(app: Any, url: str, body: dict[str, Any]) -> tuple[int, dict[str
     try:
         await app(scope, receive, send)
     except Exception:
-        # Starlette answers an unforeseen error with a 500, logs it, and raises it again for the server.
+        # Starlette sends the 500 of the application's handler, which logs the error, and then raises it again.
         if not sent:
             raise
     return sent[0]["status"], json.loads(b"".join(each.get("body", b"") for each in sent))

@@ -18,7 +18,8 @@ from flax import nnx
 
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.experts import Experts, MixtureOfExperts
-from jaxpage.models.layers import Linear
+from jaxpage.models.layers import Embedding, Linear
+from jaxpage.ops.embedding import LookupKernel
 from jaxpage.ops.experts import ExpertsKernel, Weights
 from jaxpage.ops.implementations import Choice
 from jaxpage.ops.matmul import MatmulKernel
@@ -105,6 +106,18 @@ def choose_products(
         if module.scale is None and metadata["axes"][0] != "router":
             choice = choose(module.weight.get_value(), metadata["axes"], metadata["units"])
             module.matmul_kernel = choice.chosen
+
+
+def choose_lookups(
+    model: CausalLM,
+    choose: Callable[[jax.Array, tuple[str, ...], tuple[int, ...]], Choice[LookupKernel]],
+) -> None:
+    """Set the kernel of each embedding of the decoder, in place. `choose` gets a table, its axes and units."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Embedding) and path[0] != "visual":
+            metadata = module.weight.get_metadata()
+            choice = choose(module.weight.get_value(), metadata["axes"], metadata["units"])
+            module.kernel = choice.chosen
 
 
 def choose_quantized_products(model: CausalLM, choose: ChooseQuantized) -> set[str]:

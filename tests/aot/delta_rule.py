@@ -13,10 +13,13 @@ from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from pallas_kernels.delta_rule.cases import Case
 from pallas_kernels.delta_rule.reference import Parts, Rows, Tokens
+from pallas_kernels.tile_sizes import kernel_of
+from tests.aot import compiling, ptxas
 from tests.aot.program import Program
 from tests.aot.shapes import spec
 
-TARGETS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+TARGETS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1", "h200")
+environment = compiling.ptxas_environment
 
 CALLS = (
     Case(name="qwen3.5-0.8b", rows=64, most=64, num_slots=65, keys=16, values=1),
@@ -27,7 +30,6 @@ CALLS = (
     Case(name="narrow-keys", rows=8, most=8, num_slots=9, keys=5, values=1, key_dim=64),
     Case(name="wide-values", rows=8, most=8, num_slots=9, keys=3, values=1, value_dim=256),
 )
-
 
 # (windows, slots, keys, values of each, value dim), windows of 64 tokens.
 WINDOWS = {
@@ -46,9 +48,47 @@ MAMBA2 = {
 }
 NAMES = (*(case.name for case in CALLS), *WINDOWS)
 NAMES += tuple(name for each in MAMBA2 for name in (each, f"windows-{each}"))
+# Of a GPU, whose kernels are for rows of one token.
+CALLS_OF_GPU = (
+    *(case for case in CALLS if case.name != "narrow-keys"),
+    Case(name="qwen3-next", rows=256, most=256, num_slots=257, keys=16, values=2),
+    Case(name="qwen3.5-35b-of-tp4", rows=64, most=64, num_slots=65, keys=4, values=2),
+    Case(name="narrow", rows=8, most=8, num_slots=9, keys=5, values=1, key_dim=64, value_dim=64),
+    Case(name="wide-keys", rows=8, most=8, num_slots=9, keys=3, values=1, key_dim=256),
+)
+MAMBA2_OF_GPU = MAMBA2 | {
+    "nemotron-3-nano": (256, 8, 8, 128, 64),
+    "nemotron-3-nano-of-tp4": (64, 2, 8, 128, 64),
+    "wide-state": (8, 2, 3, 256, 64),
+}
+NAMES_OF_GPU = (*(case.name for case in CALLS_OF_GPU), *MAMBA2_OF_GPU)
 
 
 def programs(target: str) -> Iterator[Program]:
+    if parse_target(target).chip.platform == "gpu":
+        yield from _programs_of_gpu(target)
+    else:
+        yield from _programs_of_tpu(target)
+
+
+def _programs_of_gpu(target: str) -> Iterator[Program]:
+    import jax
+
+    found = [(case.name, partial(_lower, case), _states(case)) for case in CALLS_OF_GPU]
+    for name, (rows, keys, values, key_dim, value_dim) in MAMBA2_OF_GPU.items():
+        states = (rows + 1, keys, key_dim, values * value_dim)
+        found.append((name, partial(_lower_mamba2, values, states), states))
+    with jax.set_mesh(mesh_of(parse_target(target), 1)):
+        for name, lower, states in found:
+            yield Program(
+                name=name,
+                lower=partial(lower, platform="gpu"),
+                look=partial(_look_on_gpu, states),
+                observers=(sys.modules[__name__],),
+            )
+
+
+def _programs_of_tpu(target: str) -> Iterator[Program]:
     import jax
 
     with jax.set_mesh(mesh_of(parse_target(target), 1)):  # Pallas asks it for which chip to lower
@@ -82,11 +122,10 @@ def _states(case: Case) -> tuple[int, ...]:
     return (case.num_slots, case.keys, case.values, case.key_dim, case.value_dim)
 
 
-def _lower(case: Case) -> Any:
+def _lower(case: Case, platform: str = "tpu") -> Any:
     import jax
 
-    from pallas_kernels.delta_rule.tpu import one_token
-
+    one_token = kernel_of("delta_rule", platform).one_token
     heads = (case.most, case.keys, case.values)
     keys, gates = spec((*heads[:2], case.key_dim), "float32"), spec(heads, "float32")
     tokens = Tokens(keys, keys, spec((*heads, case.value_dim), "float32"), gates, gates)
@@ -110,12 +149,12 @@ def _lower_windows(num_windows: int, states: tuple[int, ...]) -> Any:
     return jax.jit(by_windows, donate_argnums=0).lower(*arguments)
 
 
-def _lower_mamba2(num_values: int, states: tuple[int, ...]) -> Any:
+def _lower_mamba2(num_values: int, states: tuple[int, ...], platform: str = "tpu") -> Any:
     import jax
 
     from pallas_kernels.mamba2.reference import Tokens
-    from pallas_kernels.mamba2.tpu import one_token
 
+    one_token = kernel_of("mamba2", platform).one_token
     num_slots, num_keys, key_dim, num_columns = states
     heads = (num_slots - 1, num_keys)
     keys, values = spec((*heads, key_dim), "float32"), spec((*heads, num_columns), "float32")
@@ -146,4 +185,13 @@ def _look(states: tuple[int, ...], compiled: Any, log: str) -> dict[str, Any]:
     return {
         "kernel_calls": len(kernel_calls(contents)),
         "copies": list(copies_of_size(contents, [states])),
+    }
+
+
+def _look_on_gpu(states: tuple[int, ...], compiled: Any, log: str) -> dict[str, Any]:
+    memory = compiled.memory_analysis()
+    return _look(states, compiled, log) | {
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "ptxas": ptxas.report(log),
     }

@@ -87,6 +87,9 @@ PLACES = (
     Place("v6e:2x2", 1, "4B"),
     Place("v6e:2x2", 4, "35B-A3B"),
     Place("h200", 1, "4B"),
+    Place("h200:4", 4, "35B-A3B"),
+    # One of them: "h200 TP 1" is the name of the dense model's.
+    Place("h200:2", 1, "granite-4-h-micro"),
     Place("v5e:2x2", 1, "granite-4-h-micro"),
 )
 TARGETS = tuple(place.name for place in PLACES)

@@ -29,6 +29,7 @@ NAMES = (
     "matmul",
     "lora",
     "rope",
+    "embedding",
     "delta_rule",
     "schedules",
     "vision",

@@ -22,6 +22,7 @@ KERNELS = {
     "grouped_matmul": "grouped_matmul",
     "lora": "lora",
     "rope": "rope",
+    "embedding": "embedding",
 }
 
 

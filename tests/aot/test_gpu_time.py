@@ -53,6 +53,7 @@ TEXT = """HloModule jit_step
   %written = bf16[1000,64]{1,0} fusion(%pool, %read, %slots), kind=kInput, calls=%fused_write
   %mpmd.1 = bf16[4,64]{1,0} custom-call(%read, %written), metadata={op_name="jit(f)/paged_decode/mpmd_map"}
   %mpmd.2 = bf16[4,64]{1,0} custom-call(%mpmd.1), metadata={op_name="jit(f)/paged_combine/mpmd_map"}
+  %mpmd.3 = bf16[1000,64]{1,0} custom-call(%written), metadata={op_name="jit(f)/delta_rule/mpmd_map"}
   ROOT %out = (s32[], bf16[1000,64]{1,0}) tuple(%i, %written)
 }
 
@@ -89,11 +90,14 @@ def test_products_take_their_flops_where_those_are_more():
     assert nanoseconds(PROGRAM, half)["product"] == 2 * 2 * 4 * 64 * 32 + 7
 
 
-def test_loops_count_with_their_trips_and_attention_apart():
+def test_loops_count_with_their_trips_and_kernels_whose_work_depends_on_the_batch_apart():
     found = nanoseconds(PROGRAM, CHIP)
-    assert found["mpmd.1"] is None and found["mpmd.2"] is None
+    assert all(found[f"mpmd.{number}"] is None for number in (1, 2, 3))
     time = time_of(PROGRAM, CHIP, None)
-    assert time["kernels"] == [{"name": "paged_attention", "count": 6, "program": None}]
+    assert time["kernels"] == [
+        {"name": "paged_attention", "count": 6, "program": None},
+        {"name": "delta_rule", "count": 3, "program": None},
+    ]
     in_loop = sum(found[name] for name in ("slots", "read", "written"))
     assert time["cycles"] == 3 * in_loop + found["product"] + found["cublas"]
     assert costs_of(PROGRAM) == []  # no estimates of XLA's own

@@ -301,6 +301,17 @@ def test_the_kernels_of_the_delta_rule_take_their_bytes_or_flops():
         (48, pytest.approx(1000 * flops / chip["flops_per_second"])),
     ]
     assert not any("loops once" in part.what for part in decode.parts + prefill.parts)
+    chip = CHIPS["h200"]  # whose kernels are for rows of one token
+    values |= {"chip": dataclasses.asdict(chip)}
+    decode, *_, prefill = step_times(values, estimate(values))
+    found = [
+        part.ms for step in (decode, prefill) for part in step.parts if "recurrent" in part.what
+    ]
+    of_rows = bytes_of_rows / (chip.bytes_per_second * chip.copy_share)
+    assert found == [
+        pytest.approx(1000 * (of_rows + 24 * chip.seconds_per_kernel)),
+        pytest.approx(1000 * 48 * chip.seconds_per_kernel),
+    ]
 
 
 def with_drafts(**time) -> dict:

@@ -59,7 +59,7 @@ def test_tokens_are_those_of_transformers(family, variant, overrides, num_blocks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.deep), 2])
+@pytest.mark.parametrize("num_devices", [1, 2])
 def test_adapters_of_layers_that_lack_projections(num_devices, tmp_path):
     """Layers without a window have no v_proj. On one device projections are joined."""
     base = build("gemma4", 1, tmp_path / "hf")

@@ -66,13 +66,18 @@ class TestTPU(LoraTests):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixed", "joined-float32", "rank-256"])
 def test_a_row_is_the_same_to_the_bit_in_any_company(name):
-    """Alone, among others, and whatever adapters these have. As many tokens as above, so that programs are shared."""
+    """Alone, among others, and whatever adapters these have. As many tokens as above, so that programs are shared.
+
+    Alone and among others in tiles of 16 tokens: with jax 0.12, XLA's products on the CPU depend on the number of rows.
+    """
     arguments = cases.arguments(replace(case_of(name), num_tokens=77), poison=False)
     arguments |= {each: np.asarray(arguments[each]) for each in ("y", "x", "slots")}
-    out = run(**arguments)
+    small = replace(TILES, tile_tokens=16)
+    among_others = run(small, **arguments)
     for rows in (slice(0, 1), slice(3, 11)):
         alone = arguments | {each: arguments[each][rows] for each in ("y", "x", "slots")}
-        np.testing.assert_array_equal(run(**alone), out[rows])
+        np.testing.assert_array_equal(run(small, **alone), among_others[rows])
+    out = run(**arguments)
     slots = arguments["slots"]
     own = slots % 2 == 0
     changed = np.where(own, slots, slots % 2 + 1)

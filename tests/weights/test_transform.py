@@ -13,11 +13,14 @@ import transformers
 from flax import nnx
 
 from jaxpage.device import Device
+from jaxpage.models.layers import Embedding, Normal
 from jaxpage.models.registry import build
+from jaxpage.ops import embedding
+from jaxpage.ops.embedding import LookupKernel
 from jaxpage.ops.implementations import Choice
 from jaxpage.ops.matmul import XLA, MatmulKernel, choose, matmul
 from jaxpage.weights.dummy import initialise
-from jaxpage.weights.transform import choose_products, join_projections, quantize
+from jaxpage.weights.transform import choose_lookups, choose_products, join_projections, quantize
 from pallas_kernels.quant_matmul import quantized
 from tests import checkpoints, mixtures
 
@@ -146,3 +149,18 @@ def test_kernels_are_chosen_for_layers_that_are_not_quantized_and_not_for_the_he
     quantize(model, "int8", lambda weight, *_: Choice("xla", XLA))
     assert model.lm_head.matmul_kernel is XLA
     choose_products(model, lambda *_: pytest.fail("there is nothing to choose"))
+
+
+def test_a_kernel_is_chosen_for_the_embedding_of_each_model_and_not_of_its_vision_tower(tmp_path):
+    model, kernel, shapes = model_of("qwen3", tmp_path), LookupKernel("tpu", 9), set()
+    model.visual = nnx.data(Embedding(4, 16, init=Normal(1.0), dtype=jnp.dtype(jnp.float32)))
+
+    def chosen(table, axes, units):
+        shapes.add((table.shape, axes, units))
+        return Choice("tpu", kernel)
+
+    choose_lookups(model, chosen)
+    shape = model.model.embed_tokens.weight.get_value().shape
+    assert shapes == {(shape, ("vocab", "embed"), shape)}
+    assert model.model.embed_tokens.kernel is kernel
+    assert model.visual.kernel is embedding.XLA

@@ -1,0 +1,1 @@
+"""Rows of a table, such as the embedding of tokens; `reference.py` is the definition."""
