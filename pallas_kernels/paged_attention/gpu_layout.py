@@ -33,6 +33,7 @@ RESERVED_BYTES = 1024  # and each takes besides what it asks for
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 MOST_HEADS = 64  # query heads per KV head: the fewest rows of a tile of queries,
 MOST_WIDE_HEADS = 32  # and of head dim 512, of which more queries do not fit beside a tile of keys and values
+MOST_BY_ROWS = 256  # columns of sums that a warpgroup has room for in registers
 MOST_TILE_KV = 128  # a tile lies in one block, or consists of whole ones
 
 
@@ -80,6 +81,11 @@ def unsupported_reason(
         if pool.scale_zero is not None and pool.shape[2] % 4:
             return f"{pool.shape[2] // 2} KV heads are odd: the scales of two are copied at once"
     return None
+
+
+def rows_of_tile(head_dim: int) -> int:
+    """Rows of wgmma that are a tile of queries: two warpgroups have 64 each, or the same 64 and half the columns of V."""
+    return 128 if head_dim <= MOST_BY_ROWS else 64
 
 
 def rows_at_once(num_rows: int, bytes_per_row: int) -> int:

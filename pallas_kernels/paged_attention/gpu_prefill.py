@@ -2,7 +2,7 @@
 
 Knows tiles of queries and what each of a program's three warpgroups (WG) does. Letters and principles are in `gpu.py`.
 
-**Tile.** 128 / G queries times G heads are 128 rows of wgmma, so that a KV head's keys are read once for its group. A
+**Tile.** Up to head dim 256, 128 / G queries times G heads are 128 rows of wgmma, so that a KV head's keys are read once for its group. A
 program walks many such tiles. WG 0 and 1 compute 64 rows each; WG 2 copies, also for the next tile while this one is
 being finished. Only key tiles on the diagonal or on the window's edge are masked.
 
@@ -23,6 +23,11 @@ their own. QK is S = Q K', PV is O += P V.
 
 (*) Where there is no room for `arrived`, it is `output`, and free when that has been sent. At head dim 256 it has half
 the columns and goes through the above for one half, then for the other; the first half is free when read.
+
+At head dim 512 the rows are 64, of 64 / G queries. Both warpgroups compute the same S and weights, and each adds up O
+for its half of V's columns: what 64 rows need of registers is what they need at head dim 256. Each also moves queries
+and output of its columns, a strip of either at once; both must have put their queries before QK reads them, and be done
+with QK before they put their output there: they meet (`met`). There is room for one stage.
 
 WG 0 and 1 take turns: one has the tensor cores while the other computes exponentials (Shah et al., FlashAttention-3,
 arXiv:2407.08608). `in_turn` (2 arrivals) ends each half step, and WG 1 is half a step behind. For step i of a tile:
@@ -50,7 +55,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import gpu_layout
-from pallas_kernels.paged_attention.gpu_prefill_plan import Memory, Plan, Tile, memory_of
+from pallas_kernels.paged_attention.gpu_prefill_plan import (
+    STRIP,
+    Memory,
+    Piece,
+    Plan,
+    Tile,
+    memory_of,
+)
 from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
     PoolArrays,
@@ -80,7 +92,7 @@ class Inputs(NamedTuple):
     block_table: Any  # int32[R, M]
     tiles: gpu_layout.QueryTiles
     pool: PoolArrays
-    sinks: Any  # float32[K, ROWS], or None; also for parts, which `combine` adds them to
+    sinks: Any  # float32[K, rows of a tile], or None; also for parts, which `combine` adds them to
 
 
 def kernel(plan: Plan, inputs: Inputs, out_type):
@@ -112,9 +124,14 @@ class _Program:
         self.out = out_ref  # [T, H, columns], like the queries; or `Parts`
         self.dtype = inputs.queries.dtype
         self.warpgroup, self.number = lax.axis_index("warpgroup"), lax.axis_index("program")
-        self.half = piece(self.warpgroup, 64)  # of the rows
+        # Its rows of a tile, and from where on of the columns.
+        self.rows, self.first = piece(self.warpgroup, 64), 0
+        if plan.by_columns:
+            self.rows, self.first = pl.ds(0, 64), self.warpgroup * (plan.head_dim // 2)
         # Only these two differ in the interpreter.
-        weights_smem = None if memory.weights is None else memory.weights.at[self.half]
+        weights_smem = memory.weights
+        if weights_smem is not None:
+            weights_smem = weights_smem.at[piece(self.warpgroup, 64)]
         self.as_operand = partial(as_operand, smem=weights_smem)
         self.added_product = partial(added_product, interpret=plan.options.interpret)
         all_tiles = inputs.tiles.number[0] * plan.num_kv_heads
@@ -150,10 +167,10 @@ class _Program:
         plan, inputs, memory, at = self.plan, self.inputs, self.memory, self._tile_of(turn)
         pl.when(turn > 0)(lambda: plgpu.barrier_wait(memory.queries_done))
         tokens = pl.ds(at.token, plan.tile_q)
-        for columns in plan.pieces:
-            if columns.start > 0:
+        for strips in plan.pieces:
+            if strips != plan.pieces[0]:
                 plgpu.barrier_wait(memory.queries_done)
-            for g, strip, of_strip in plan.copies(columns):
+            for g, strip, of_strip in plan.copies(strips):
                 queries = inputs.queries.at[tokens, at.head * plan.group + g, of_strip]
                 into = memory.arrived.at[strip, pl.ds(g * plan.tile_q, plan.tile_q)]
                 plgpu.copy_gmem_to_smem(queries, into, memory.queries_ready)
@@ -184,25 +201,27 @@ class _Program:
         """`used` tiles of keys came before; returns how many came till now."""
         plan, memory, at = self.plan, self.memory, self._tile_of(turn)
         by_row = plgpu.Layout.WGMMA.reduce(1)
-        for columns in plan.pieces:
+        for strips in plan.pieces:
             plgpu.barrier_wait(memory.queries_ready)
-            for part, of_piece, by_line in self._parts(columns):
+            for _, part, of_piece, by_line in self._parts(strips):
                 arrived = load(memory.arrived.at[of_piece], layout=by_line, optimized=False)
                 _put(memory.queries, part, arrived)
-            if plan.early or columns != plan.pieces[-1]:
+            if plan.early or strips != plan.pieces[-1]:
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(memory.queries_done)
         if not plan.early:
             plgpu.commit_smem()
+        if plan.by_columns:
+            _meet(memory.met)  # either has half the queries' columns
         carry = (
-            filled((64, plan.head_dim), 0.0, plgpu.Layout.WGMMA),
+            filled((64, plan.columns), 0.0, plgpu.Layout.WGMMA),
             filled((64,), MASKED, by_row),
             filled((64,), 0.0, by_row),
             None,
         )
         query_sums = None
         if plan.source.has_scales:
-            queries = load(memory.queries.at[self.half], layout=plgpu.Layout.WGMMA)
+            queries = load(memory.queries.at[self.rows], layout=plgpu.Layout.WGMMA)
             query_sums = queries.astype(jnp.float32).sum(axis=1)
             carry = (*carry[:3], carry[2])
         edge, whole = at.unmasked(plan)
@@ -222,7 +241,7 @@ class _Program:
             return used + at.num_keys
         sink = self.inputs.sinks
         if sink is not None:
-            sink = load(sink.at[at.head, self.half], layout=by_row, optimized=False)
+            sink = load(sink.at[at.head, self.rows], layout=by_row, optimized=False)
         self._finish(normalised(acc, m, total, sink, axis=0), at)
         return used + at.num_keys
 
@@ -237,7 +256,7 @@ class _Program:
         else:
             self._widen(number, start, at)
             (keys, values), started = memory.wide, None
-        s = product(memory.queries.at[self.half], keys.transpose((1, 0)), started=started)
+        s = product(memory.queries.at[self.rows], keys.transpose((1, 0)), started=started)
         if plan.plain:
             memory.keys.release(number)
         by_query = partial(lax.broadcast_in_dim, shape=s.shape, broadcast_dimensions=[0])
@@ -260,6 +279,8 @@ class _Program:
             memory.values.wait(number)
             if masked:
                 self._clear(values, start, at)
+            if plan.by_columns:
+                values = values.at[:, self._columns(0, plan.columns)]
             plgpu.barrier_wait(memory.in_turn)
         acc = self.added_product(acc, self.as_operand(p), values)
         if plan.plain:
@@ -276,10 +297,11 @@ class _Program:
         return tuple(lax.broadcast_in_dim(row, (64, self.plan.tile), [1]) for row in rows)
 
     def _visible(self, at: Tile, start):
-        """Which of the keys from `start` on this half's queries may see."""
+        """Which of the keys from `start` on this warpgroup's queries may see."""
         shape, window = (64, self.plan.tile), self.plan.options.window
         row = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
-        row = row + self.warpgroup * 64
+        if not self.plan.by_columns:
+            row = row + self.warpgroup * 64
         position = (at.bottom - at.skipped) + lax.rem(row, jnp.int32(self.plan.tile_q))
         query = lax.broadcast_in_dim(position, shape, [0])
         key = start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
@@ -321,37 +343,51 @@ class _Program:
     def _finish(self, out, at: Tile):
         plan, memory, out = self.plan, self.memory, out.astype(self.dtype)
         first = self.warpgroup == 0
-        for columns in plan.pieces:
-            for part, *_ in self._parts(columns):  # where nobody reads queries any more
-                _put(memory.queries, part, out[:, part[1]])
-        for columns in plan.pieces:
+        if plan.by_columns:
+            _meet(memory.met)
+        for strips in plan.pieces:
+            for own, part, *_ in self._parts(strips):  # where nobody reads queries any more
+                _put(memory.queries, part, out[:, own])
+        for strips in plan.pieces:
             # The output before, which the first has sent, must have left.
             pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
             _meet(memory.met)
-            for part, of_piece, by_line in self._parts(columns):
+            for _, part, of_piece, by_line in self._parts(strips):
                 _put(memory.output, of_piece, load(memory.queries.at[part], layout=by_line))
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory.written)
 
-            pl.when(first)(partial(self._write, at, columns))
+            pl.when(first)(partial(self._write, at, strips))
         if not plan.early:
             pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
             plgpu.barrier_arrive(memory.queries_done)
 
     def _finish_part(self, turn, at: Tile, acc, m, total):
-        heads, half = jnp.int32(self.plan.num_kv_heads), 2 * at.head + self.warpgroup
+        heads, first = jnp.int32(self.plan.num_kv_heads), self.warpgroup == 0
+        half = at.head if self.plan.by_columns else 2 * at.head + self.warpgroup
         item = lax.div(turn * self.plan.num_programs + self._place(turn), heads)
         # In the transposed layout a thread's pairs of values lie along rows, as they do in memory.
         acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
-        store(self.out.sums.at[half, item].transpose((1, 0)), acc)
-        store(self.out.stats.at[half, item, 0], m)
-        store(self.out.stats.at[half, item, 1], total)
+        sums = self.out.sums.at[half, item, self._columns(0, self.plan.columns)]
+        store(sums.transpose((1, 0)), acc)
+
+        def store_stats():
+            store(self.out.stats.at[half, item, 0], m)
+            store(self.out.stats.at[half, item, 1], total)
+
+        pl.when(first)(store_stats) if self.plan.by_columns else store_stats()
         if not self.plan.early:
             plgpu.barrier_arrive(self.memory.queries_done)
 
-    def _parts(self, columns: slice):
-        """This half's rows of a piece, in as many columns as wgmma's tiles have: where they are in `queries`, and in
-        `arrived` and `output`; and the registers to copy them by way of.
+    def _columns(self, first: int, number: int):
+        """Of all D, those from number `first` of the warpgroup's own on."""
+        if not self.plan.by_columns:
+            return slice(first, first + number)
+        return pl.ds(pl.multiple_of(self.first + first, STRIP), number)
+
+    def _parts(self, strips: Piece):
+        """What of a piece is this warpgroup's, in as many columns as wgmma's tiles have: which of its own columns, where
+        they are in `queries`, and in `arrived` and `output`; and the registers to copy them by way of.
 
         There a few threads have a whole line. As wgmma has them, 8 rows may meet in the same banks of `arrived` and
         `output`.
@@ -360,21 +396,24 @@ class _Program:
         swizzle = swizzle_of(self.plan.head_dim * dtype.itemsize)
         width = swizzle // dtype.itemsize
         by_line: Any = plgpu.Layout.SMEM_GMEM_COPY((64, width), dtype, swizzle)
-        found = []
-        for strip, of_strip in self.plan.strips(columns):
-            for first in range(of_strip.start, min(of_strip.stop, self.plan.head_dim), width):
-                begin = first - of_strip.start
-                place = (strip, self.half, slice(begin, begin + width))
-                found.append(((self.half, slice(first, first + width)), place, by_line))
+        found, mine = [], enumerate(strips)
+        if self.plan.by_columns:
+            mine = [(self.warpgroup, strips[0])]
+        for strip, of_strip in mine:
+            for first in range(of_strip, min(of_strip + STRIP, self.plan.head_dim), width):
+                begin = first - of_strip
+                place = (strip, self.rows, slice(begin, begin + width))
+                part = (self.rows, self._columns(first, width))
+                found.append((slice(first, first + width), part, place, by_line))
         return found
 
-    def _write(self, at: Tile, columns: slice):
+    def _write(self, at: Tile, strips: Piece):
         """When both halves are there. Of a head's rows of `output`, `count` from `skipped` on are the tile's own."""
         plan = self.plan
         plgpu.barrier_wait(self.memory.written)
 
         def write(i, num_queries):
-            for g, strip, of_strip in plan.copies(columns):
+            for g, strip, of_strip in plan.copies(strips):
                 head = at.head * plan.group + g
                 to = self.out.at[pl.ds(at.token + i, num_queries), head, of_strip]
                 part = self.memory.output.at[strip, pl.ds(g * plan.tile_q + i, num_queries)]

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.gpu_layout import QueryTiles
+from pallas_kernels.paged_attention.gpu_layout import QueryTiles, rows_of_tile
 from pallas_kernels.paged_attention.gpu_tiles import Options, Source, Stages
 from pallas_kernels.wgmma import Ref, swizzle_of, tiled
 
@@ -25,12 +25,6 @@ from pallas_kernels.wgmma import Ref, swizzle_of, tiled
 STRIP = 64
 # The columns where the strips of a piece begin, see `Plan.pieces`.
 Piece = tuple[int, ...]
-MOST_BY_ROWS = 256  # columns of output that a warpgroup has room for in registers
-
-
-def rows_of_tile(head_dim: int) -> int:
-    """Rows of a query tile: two warpgroups have 64 each, or the same 64."""
-    return 128 if head_dim <= MOST_BY_ROWS else 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +51,17 @@ class Plan:
     @property
     def by_columns(self) -> bool:
         """The two warpgroups share the columns of V, and not the rows, of which there are 64. See `gpu_prefill.py`."""
-        return self.head_dim > MOST_BY_ROWS
+        return self.rows == 64
 
     @property
     def rows(self) -> int:
         """Of a query tile."""
         return rows_of_tile(self.head_dim)
+
+    @property
+    def columns(self) -> int:
+        """Of V, that a warpgroup has."""
+        return self.head_dim // 2 if self.by_columns else self.head_dim
 
     @property
     def early(self) -> bool:
