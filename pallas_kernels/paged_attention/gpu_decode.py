@@ -61,9 +61,11 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     Sums,
     added,
     clear_outside,
+    hidden_zero,
     no_sums,
     normalised,
     scores,
+    stage_of,
     weights,
     without_zeros,
 )
@@ -281,7 +283,7 @@ class _Program:
         lax.fori_loop(0, jnp.minimum(at.num_tiles, most), fetch, None)
 
     def _stage(self, step):
-        return lax.rem(step, jnp.int32(self.plan.num_stages))
+        return stage_of(step, self.plan.num_stages)
 
     def _fetch(self, at: Item, i, stage, *, keys: bool = True, values: bool = True):
         """Start the copies of tile i."""
@@ -311,6 +313,8 @@ class _Program:
             found = source.factors(stages, stage, 0, column, start, (at.low, at.high), boost)
             return tuple(by_key(each) for each in found)
 
+        if plan.num_stages == 1:
+            queries = queries.at[pl.ds(pl.multiple_of(hidden_zero(used + i), 8), plan.columns)]
         s = product(self._keys(stage), queries.transpose((1, 0)))
         if query_sums is not None:
             scale, zero = factors(memory.keys, 2 * at.head)

@@ -67,6 +67,7 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
     PoolArrays,
     clear_outside,
+    hidden_zero,
     normalised,
     scores,
     weights,
@@ -256,7 +257,10 @@ class _Program:
         else:
             self._widen(number, start, at)
             (keys, values), started = memory.wide, None
-        s = product(memory.queries.at[self.rows], keys.transpose((1, 0)), started=started)
+        rows = self.rows
+        if plan.by_columns:
+            rows = piece(hidden_zero(number), 64)
+        s = product(memory.queries.at[rows], keys.transpose((1, 0)), started=started)
         if plan.plain:
             memory.keys.release(number)
         by_query = partial(lax.broadcast_in_dim, shape=s.shape, broadcast_dimensions=[0])

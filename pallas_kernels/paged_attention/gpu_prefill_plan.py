@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.gpu_layout import QueryTiles, rows_of_tile
-from pallas_kernels.paged_attention.gpu_tiles import Options, Source, Stages
+from pallas_kernels.paged_attention.gpu_tiles import Options, Source, Stages, stage_of
 from pallas_kernels.wgmma import Ref, swizzle_of, tiled
 
 # Columns of queries and output that lie together: lines of 128 bytes. Mosaic GPU swizzles shared memory as it likes, by
@@ -160,7 +160,7 @@ class Ring:
     done: Ref  # a barrier per stage: no warpgroup reads it any more
 
     def stage(self, i):
-        return lax.rem(i, jnp.int32(self.num))
+        return stage_of(i, self.num)
 
     def tile(self, i):
         return self.stages.data.at[self.stage(i)]

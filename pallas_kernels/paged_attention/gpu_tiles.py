@@ -128,6 +128,20 @@ class Stages(NamedTuple):
     ready: Any  # a barrier per stage: the tile has arrived
 
 
+def stage_of(i, num_stages: int):
+    """Where tile i stands."""
+    return hidden_zero(i) if num_stages == 1 else lax.rem(i, jnp.int32(num_stages))
+
+
+def hidden_zero(i):
+    """0 for the number of a tile, which the compiler does not know.
+
+    Where heads are wide it would compute the addresses of all products before a loop over tiles, and there are more
+    than registers.
+    """
+    return jnp.minimum(i, 0)
+
+
 @dataclass(frozen=True)
 class Source:
     """The pool of a call."""
