@@ -13,10 +13,11 @@ gives its result; of several each gives its sums, and `gpu_combine.py` adds them
 i % S. To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 three
 programs an SM with two stages of 64 keys (32 KB) have 96 to 192 KB, also where one item ends and the next begins.
 
-At D = 512 there is room for one stage.
+At D = 512 an SM has room for one program with one stage: keys are copied while values are multiplied, and values
+while keys are.
 
 **Protocol.** The warpgroup starts all copies itself. Those for step i start at the end of step i - S, which may belong
-to the previous item; the first S start before the first item. With one stage, keys are copied while values are read. If an item has fewer than S tiles, copies for the next
+to the previous item; the first S start before the first item. If an item has fewer than S tiles, copies for the next
 one that no step of it starts are started when it begins. So is the copy of the next item's queries.
 
     buffer              producer         consumer          barrier                waits for

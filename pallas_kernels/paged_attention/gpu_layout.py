@@ -32,7 +32,9 @@ SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
 RESERVED_BYTES = 1024  # and each takes besides what it asks for
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 MOST_HEADS = 64  # query heads per KV head: the fewest rows of a tile of queries,
-MOST_WIDE_HEADS = 32  # and of head dim 512, of which more queries do not fit beside a tile of keys and values
+MOST_WIDE_HEADS = (
+    32  # and of head dim 512, of which more queries do not fit beside a tile of keys and values
+)
 MOST_BY_ROWS = 256  # columns of sums that a warpgroup has room for in registers
 MOST_TILE_KV = 128  # a tile lies in one block, or consists of whole ones
 
@@ -50,9 +52,7 @@ class TileSizes:
     programs_per_sm: int = 3
 
 
-def unsupported_reason(
-    q: jax.Array | jax.ShapeDtypeStruct, pool: Pool | PoolPart
-) -> str | None:
+def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool | PoolPart) -> str | None:
     """Why these kernels cannot serve such arguments, in one line; None if they can. Shapes and dtypes suffice."""
     if reason := unsupported_jax():
         return reason
@@ -84,7 +84,7 @@ def unsupported_reason(
 
 
 def rows_of_tile(head_dim: int) -> int:
-    """Rows of wgmma that are a tile of queries: two warpgroups have 64 each, or the same 64 and half the columns of V."""
+    """Of a tile of queries: two warpgroups have 64 each, or the same 64 and half the columns of V."""
     return 128 if head_dim <= MOST_BY_ROWS else 64
 
 

@@ -2,7 +2,7 @@
 
 Knows tiles of queries and what each of a program's three warpgroups (WG) does. Letters and principles are in `gpu.py`.
 
-**Tile.** Up to head dim 256, 128 / G queries times G heads are 128 rows of wgmma, so that a KV head's keys are read once for its group. A
+**Tile.** 128 / G queries times G heads are 128 rows of wgmma, so that a KV head's keys are read once for its group. A
 program walks many such tiles. WG 0 and 1 compute 64 rows each; WG 2 copies, also for the next tile while this one is
 being finished. Only key tiles on the diagonal or on the window's edge are masked.
 
@@ -24,10 +24,9 @@ their own. QK is S = Q K', PV is O += P V.
 (*) Where there is no room for `arrived`, it is `output`, and free when that has been sent. At head dim 256 it has half
 the columns and goes through the above for one half, then for the other; the first half is free when read.
 
-At head dim 512 the rows are 64, of 64 / G queries. Both warpgroups compute the same S and weights, and each adds up O
-for its half of V's columns: what 64 rows need of registers is what they need at head dim 256. Each also moves queries
-and output of its columns, a strip of either at once; both must have put their queries before QK reads them, and be done
-with QK before they put their output there: they meet (`met`). There is room for one stage.
+At head dim 512 a tile is 64 rows, of 64 / G queries, and there is one stage. WG 0 and 1 compute the same S, and each O
+for half of V's columns, since registers have room for 256. Each moves queries and output of its columns, a strip of
+either at once. They meet (`met`) before QK reads the queries, and when both are done with QK, before output is put there.
 
 WG 0 and 1 take turns: one has the tensor cores while the other computes exponentials (Shah et al., FlashAttention-3,
 arXiv:2407.08608). `in_turn` (2 arrivals) ends each half step, and WG 1 is half a step behind. For step i of a tile:
@@ -56,12 +55,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import gpu_layout
 from pallas_kernels.paged_attention.gpu_prefill_plan import (
-    STRIP,
     Memory,
     Piece,
     Plan,
+    Share,
     Tile,
     memory_of,
+    put,
 )
 from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
@@ -79,10 +79,10 @@ from pallas_kernels.wgmma import (
     as_operand,
     filled,
     load,
+    meet,
     piece,
     product,
     store,
-    swizzle_of,
 )
 
 
@@ -125,10 +125,7 @@ class _Program:
         self.out = out_ref  # [T, H, columns], like the queries; or `Parts`
         self.dtype = inputs.queries.dtype
         self.warpgroup, self.number = lax.axis_index("warpgroup"), lax.axis_index("program")
-        # Its rows of a tile, and from where on of the columns.
-        self.rows, self.first = piece(self.warpgroup, 64), 0
-        if plan.by_columns:
-            self.rows, self.first = pl.ds(0, 64), self.warpgroup * (plan.head_dim // 2)
+        self.mine = Share(plan, self.warpgroup, self.dtype)
         # Only these two differ in the interpreter.
         weights_smem = memory.weights
         if weights_smem is not None:
@@ -204,16 +201,16 @@ class _Program:
         by_row = plgpu.Layout.WGMMA.reduce(1)
         for strips in plan.pieces:
             plgpu.barrier_wait(memory.queries_ready)
-            for _, part, of_piece, by_line in self._parts(strips):
+            for _, part, of_piece, by_line in self.mine.parts(strips):
                 arrived = load(memory.arrived.at[of_piece], layout=by_line, optimized=False)
-                _put(memory.queries, part, arrived)
+                put(memory.queries, part, arrived)
             if plan.early or strips != plan.pieces[-1]:
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(memory.queries_done)
         if not plan.early:
             plgpu.commit_smem()
         if plan.by_columns:
-            _meet(memory.met)  # either has half the queries' columns
+            meet(memory.met)  # either has half the queries' columns
         carry = (
             filled((64, plan.columns), 0.0, plgpu.Layout.WGMMA),
             filled((64,), MASKED, by_row),
@@ -222,13 +219,13 @@ class _Program:
         )
         query_sums = None
         if plan.source.has_scales:
-            queries = load(memory.queries.at[self.rows], layout=plgpu.Layout.WGMMA)
+            queries = load(memory.queries.at[self.mine.rows], layout=plgpu.Layout.WGMMA)
             query_sums = queries.astype(jnp.float32).sum(axis=1)
             carry = (*carry[:3], carry[2])
         edge, whole = at.unmasked(plan)
         step = partial(self._step, at=at, used=used, query_sums=query_sums)
         if plan.plain:  # the second lets the first go ahead
-            pl.when(self.warpgroup == 1)(lambda: _meet(memory.in_turn))
+            pl.when(self.warpgroup == 1)(lambda: meet(memory.in_turn))
         if plan.options.window is not None:
             carry = lax.fori_loop(0, edge, partial(step, masked=True), carry)
         carry = lax.fori_loop(edge, whole, partial(step, masked=False), carry)
@@ -236,13 +233,13 @@ class _Program:
         if zeros is not None:
             acc = without_zeros(acc, zeros, plan.source.boost(self.dtype), axis=0)
         if plan.plain:
-            pl.when(self.warpgroup == 0)(lambda: _meet(memory.in_turn))
+            pl.when(self.warpgroup == 0)(lambda: meet(memory.in_turn))
         if plan.in_parts:
             self._finish_part(turn, at, acc, m, total)
             return used + at.num_keys
         sink = self.inputs.sinks
         if sink is not None:
-            sink = load(sink.at[at.head, self.rows], layout=by_row, optimized=False)
+            sink = load(sink.at[at.head, self.mine.rows], layout=by_row, optimized=False)
         self._finish(normalised(acc, m, total, sink, axis=0), at)
         return used + at.num_keys
 
@@ -253,13 +250,11 @@ class _Program:
         if plan.plain:
             memory.keys.wait(number)
             keys, values = memory.keys.tile(number), memory.values.tile(number)
-            started = partial(_meet, memory.in_turn)
+            started = partial(meet, memory.in_turn)
         else:
             self._widen(number, start, at)
             (keys, values), started = memory.wide, None
-        rows = self.rows
-        if plan.by_columns:
-            rows = piece(hidden_zero(number), 64)
+        rows = piece(hidden_zero(number), 64) if plan.by_columns else self.mine.rows
         s = product(memory.queries.at[rows], keys.transpose((1, 0)), started=started)
         if plan.plain:
             memory.keys.release(number)
@@ -284,13 +279,13 @@ class _Program:
             if masked:
                 self._clear(values, start, at)
             if plan.by_columns:
-                values = values.at[:, self._columns(0, plan.columns)]
+                values = values.at[:, self.mine.columns]
             plgpu.barrier_wait(memory.in_turn)
         acc = self.added_product(acc, self.as_operand(p), values)
         if plan.plain:
             memory.values.release(number)
         else:
-            _meet(memory.met)  # before another tile is written over this one
+            meet(memory.met)  # before another tile is written over this one
         return acc, m, total, zeros
 
     def _factors(self, which: int):
@@ -342,22 +337,22 @@ class _Program:
 
         for which, ring in enumerate((memory.keys, memory.values)):
             pl.when(self.warpgroup == which)(partial(widen, which, ring))
-        _meet(memory.met)
+        meet(memory.met)
 
     def _finish(self, out, at: Tile):
         plan, memory, out = self.plan, self.memory, out.astype(self.dtype)
         first = self.warpgroup == 0
         if plan.by_columns:
-            _meet(memory.met)
+            meet(memory.met)
         for strips in plan.pieces:
-            for own, part, *_ in self._parts(strips):  # where nobody reads queries any more
-                _put(memory.queries, part, out[:, own])
+            for own, part, *_ in self.mine.parts(strips):  # where nobody reads queries any more
+                put(memory.queries, part, out[:, own])
         for strips in plan.pieces:
             # The output before, which the first has sent, must have left.
             pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-            _meet(memory.met)
-            for _, part, of_piece, by_line in self._parts(strips):
-                _put(memory.output, of_piece, load(memory.queries.at[part], layout=by_line))
+            meet(memory.met)
+            for _, part, of_piece, by_line in self.mine.parts(strips):
+                put(memory.output, of_piece, load(memory.queries.at[part], layout=by_line))
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory.written)
 
@@ -367,49 +362,24 @@ class _Program:
             plgpu.barrier_arrive(memory.queries_done)
 
     def _finish_part(self, turn, at: Tile, acc, m, total):
-        heads, first = jnp.int32(self.plan.num_kv_heads), self.warpgroup == 0
+        heads = jnp.int32(self.plan.num_kv_heads)
         half = at.head if self.plan.by_columns else 2 * at.head + self.warpgroup
         item = lax.div(turn * self.plan.num_programs + self._place(turn), heads)
         # In the transposed layout a thread's pairs of values lie along rows, as they do in memory.
         acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
-        sums = self.out.sums.at[half, item, self._columns(0, self.plan.columns)]
+        sums = self.out.sums.at[half, item, self.mine.columns]
         store(sums.transpose((1, 0)), acc)
 
         def store_stats():
             store(self.out.stats.at[half, item, 0], m)
             store(self.out.stats.at[half, item, 1], total)
 
-        pl.when(first)(store_stats) if self.plan.by_columns else store_stats()
+        if self.plan.by_columns:  # both have the same
+            pl.when(self.warpgroup == 0)(store_stats)
+        else:
+            store_stats()
         if not self.plan.early:
             plgpu.barrier_arrive(self.memory.queries_done)
-
-    def _columns(self, first: int, number: int):
-        """Of all D, those from number `first` of the warpgroup's own on."""
-        if not self.plan.by_columns:
-            return slice(first, first + number)
-        return pl.ds(pl.multiple_of(self.first + first, STRIP), number)
-
-    def _parts(self, strips: Piece):
-        """What of a piece is this warpgroup's, in as many columns as wgmma's tiles have: which of its own columns, where
-        they are in `queries`, and in `arrived` and `output`; and the registers to copy them by way of.
-
-        There a few threads have a whole line. As wgmma has them, 8 rows may meet in the same banks of `arrived` and
-        `output`.
-        """
-        dtype = self.dtype
-        swizzle = swizzle_of(self.plan.head_dim * dtype.itemsize)
-        width = swizzle // dtype.itemsize
-        by_line: Any = plgpu.Layout.SMEM_GMEM_COPY((64, width), dtype, swizzle)
-        found, mine = [], enumerate(strips)
-        if self.plan.by_columns:
-            mine = [(self.warpgroup, strips[0])]
-        for strip, of_strip in mine:
-            for first in range(of_strip, min(of_strip + STRIP, self.plan.head_dim), width):
-                begin = first - of_strip
-                place = (strip, self.rows, slice(begin, begin + width))
-                part = (self.rows, self._columns(first, width))
-                found.append((slice(first, first + width), part, place, by_line))
-        return found
 
     def _write(self, at: Tile, strips: Piece):
         """When both halves are there. Of a head's rows of `output`, `count` from `skipped` on are the tile's own."""
@@ -428,16 +398,3 @@ class _Program:
         @pl.when(at.count < plan.tile_q)
         def _():
             lax.fori_loop(at.skipped, at.skipped + at.count, lambda i, _: write(i, 1), None)
-
-
-def _meet(barrier):
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
-
-
-def _put(smem, part, value) -> None:
-    """Store a value. jax 0.12 finds no order without bank conflicts for lines shorter than 128 bytes."""
-    if value.shape[1] * value.dtype.itemsize < 128:
-        store(smem.at[part], value)
-    else:
-        smem[part] = value

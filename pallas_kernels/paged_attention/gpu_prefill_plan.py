@@ -1,4 +1,5 @@
-"""What a program of `gpu_prefill.py` works with: what is known before it runs, its shared memory, its tiles of queries.
+"""What a program of `gpu_prefill.py` works with: what is known before it runs, its shared memory, its tiles of queries,
+and what of a tile is a warpgroup's.
 
 Knows sizes and barriers; must not know what is computed. Letters as in `gpu.py`.
 """
@@ -18,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.gpu_layout import QueryTiles, rows_of_tile
 from pallas_kernels.paged_attention.gpu_tiles import Options, Source, Stages, stage_of
-from pallas_kernels.wgmma import Ref, swizzle_of, tiled
+from pallas_kernels.wgmma import Ref, piece, store, swizzle_of, tiled
 
 # Columns of queries and output that lie together: lines of 128 bytes. Mosaic GPU swizzles shared memory as it likes, by
 # the number of each such line, which code that loads or stores a slice counts from where the slice begins.
@@ -174,6 +175,59 @@ class Ring:
     def wait_until_free(self, i):
         """For tile i; or until tile i - num is done."""
         pl.when(i >= self.num)(lambda: plgpu.barrier_wait(self.done.at[self.stage(i)]))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a tile is a warpgroup's of the two that compute."""
+
+    plan: Plan
+    warpgroup: jax.Array
+    dtype: Any  # of queries
+
+    @property
+    def rows(self):
+        """Of wgmma."""
+        return pl.ds(0, 64) if self.plan.by_columns else piece(self.warpgroup, 64)
+
+    @property
+    def columns(self):
+        """Of V, of queries and of output."""
+        return self._columns(0, self.plan.columns)
+
+    def _columns(self, first: int, number: int):
+        """So many, from number `first` of its own on."""
+        if not self.plan.by_columns:
+            return slice(first, first + number)
+        return pl.ds(pl.multiple_of(self.warpgroup * self.plan.columns + first, STRIP), number)
+
+    def parts(self, strips: Piece) -> list[tuple]:
+        """Of a piece, in as many columns as wgmma's tiles have: which of its own columns, where they are in `queries`,
+        and in `arrived` and `output`; and the registers to copy them by way of.
+
+        There a few threads have a whole line. As wgmma has them, 8 rows may meet in the same banks of `arrived` and
+        `output`.
+        """
+        swizzle = swizzle_of(self.plan.head_dim * self.dtype.itemsize)
+        width = swizzle // self.dtype.itemsize
+        by_line: Any = plgpu.Layout.SMEM_GMEM_COPY((64, width), self.dtype, swizzle)
+        of_either = [(self.warpgroup, strips[0])] if self.plan.by_columns else enumerate(strips)
+        found = []
+        for strip, of_strip in of_either:
+            for first in range(of_strip, min(of_strip + STRIP, self.plan.head_dim), width):
+                begin = first - of_strip
+                place = (strip, self.rows, slice(begin, begin + width))
+                part = (self.rows, self._columns(first, width))
+                found.append((slice(first, first + width), part, place, by_line))
+        return found
+
+
+def put(smem, part, value) -> None:
+    """Store a value. jax 0.12 finds no order without bank conflicts for lines shorter than 128 bytes."""
+    if value.shape[1] * value.dtype.itemsize < 128:
+        store(smem.at[part], value)
+    else:
+        smem[part] = value
 
 
 @dataclass(frozen=True)
