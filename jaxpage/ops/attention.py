@@ -104,7 +104,6 @@ _AHEAD = (
 
 
 _LATENTS = "the kernel reads keys and values, and multi-head latent attention keeps latents, which are both"
-_PARTS = "the kernel needs layers with equally many and equally large KV heads"
 
 
 def _accept_tpu(need: _Need) -> KVPoolSpec:
@@ -122,8 +121,7 @@ def _accept_hopper(need: _Need) -> KVPoolSpec:
     require(_AHEAD if need.sees_ahead else None)
     require(hopper.unsupported_reason_on(need.device.compute_capability))
     for q, pool, _ in need.layers(need.spec):
-        require(_PARTS if isinstance(pool, PoolPart) else None)
-        require(gpu_layout.unsupported_reason(q, whole(pool)))
+        require(gpu_layout.unsupported_reason(q, pool))
     require(hopper.unsupported_ptxas_here())
     sizes = tuned_sizes("paged_attention", "gpu", need.device.kind)
     return replace(need.spec, attention="hopper", kernel_sizes=sizes)
@@ -273,8 +271,9 @@ def _write_and_attend(
         out, pool = _tpu_attention()(q, k, v, own, *rows, sizes=spec.kernel_sizes, **options)
         return pool, out
     if spec.attention == "hopper":
-        pool = _write_kv(pool, k, v, slot_mapping)
-        return pool, _gpu_attention()(q, pool, *rows, sizes=spec.kernel_sizes, **options)
+        own = _write_kv(own, k, v, slot_mapping) if writes else own
+        attended = _gpu_attention()(q, own, *rows, sizes=spec.kernel_sizes, **options)
+        return whole(own), attended
     own = _write_kv(own, k, v, slot_mapping) if writes else own
     return whole(own), _paged_attention(q, own, *rows, **options)
 

@@ -26,7 +26,7 @@ the columns and goes through the above for one half, then for the other; the fir
 
 At head dim 512 a tile is 64 rows, of 64 / G queries, and there is one stage. WG 0 and 1 compute the same S, and each O
 for half of V's columns, since registers have room for 256. Each moves queries and output of its columns, a strip of
-either at once. They meet (`met`) before QK reads the queries, and when both are done with QK, before output is put there.
+either at once. They meet (`met`) before QK reads the queries, and after the last QK, before output is put there.
 
 WG 0 and 1 take turns: one has the tensor cores while the other computes exponentials (Shah et al., FlashAttention-3,
 arXiv:2407.08608). `in_turn` (2 arrivals) ends each half step, and WG 1 is half a step behind. For step i of a tile:
