@@ -68,6 +68,12 @@ def store(ref, value) -> None:
         ref[...] = value
 
 
+def meet(barrier) -> None:
+    """Arrive, and wait for the others."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
 def product(a, b, dtype=jnp.float32, *, started: Callable[[], None] | None = None):
     """a @ b, summed in `dtype`; b in shared memory, a there or in registers.
 

@@ -26,7 +26,6 @@ from jaxpage.kv_pool import KVPool, KVPoolSpec, Layer
 from jaxpage.ops.implementations import (
     Choice,
     Implementation,
-    Unsupported,
     first_supported,
     require,
 )
@@ -109,7 +108,6 @@ _AHEAD = (
 )
 
 
-_PARTS = "the kernel needs layers with equally many and equally large KV heads"
 _PROMPTS_OF_LATENTS = (
     "their kernel reads keys and values, and multi-head latent attention keeps latents"
 )
@@ -129,8 +127,6 @@ def _accept_hopper(need: _Need) -> KVPoolSpec:
     require(_AHEAD if need.sees_ahead else None)
     require(hopper.unsupported_reason_on(need.device.compute_capability))
     for q, pool, _ in need.layers(need.spec):
-        if isinstance(pool, PoolPart):
-            raise Unsupported(_PARTS)
         require(gpu_layout.unsupported_reason(q, pool))
     require(hopper.unsupported_ptxas_here())
     sizes = tuned_sizes("paged_attention", "gpu", need.device.kind)
@@ -289,8 +285,9 @@ def _write_and_attend(
         out, pool = _tpu_attention()(q, k, v, own, *rows, sizes=spec.kernel_sizes, **options)
         return pool, out
     if spec.attention == "hopper":
-        own = _write_kv(own, k, v, slot_mapping)
-        return whole(own), _gpu_attention()(q, own, *rows, sizes=spec.kernel_sizes, **options)
+        own = _write_kv(own, k, v, slot_mapping) if writes else own
+        attended = _gpu_attention()(q, own, *rows, sizes=spec.kernel_sizes, **options)
+        return whole(own), attended
     own = _write_kv(own, k, v, slot_mapping) if writes else own
     return whole(own), _paged_attention(q, own, *rows, **options)
 

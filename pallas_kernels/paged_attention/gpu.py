@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write.latents import LatentPool
+from pallas_kernels.kv_write.parts import PoolPart
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.lists import distinct
 from pallas_kernels.paged_attention import gpu_layout, xla
@@ -46,7 +47,7 @@ DEFAULT = TileSizes()
 
 def paged_attention(
     q: Float[Array, "T H D"],
-    pool: Pool | LatentPool,
+    pool: Pool | PoolPart | LatentPool,
     block_table: Int[Array, "R M"],
     kv_lens: Int[Array, " R"],
     query_starts: Int[Array, " R+1"],

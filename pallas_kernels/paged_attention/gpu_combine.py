@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.paged_attention.gpu_layout import Items
+from pallas_kernels.paged_attention.gpu_layout import Items, rows_of_tile
 from pallas_kernels.paged_attention.gpu_tiles import BY_HEAD, Sums, added, no_sums, normalised
 from pallas_kernels.wgmma import Ref, load, piece, store, tiled
 
@@ -47,7 +47,8 @@ class Parts(NamedTuple):
     """What is added up for each item and KV head: arrays or their types, or in a kernel refs.
 
     For rows with one query `columns` is G as wgmma pads it, and `rows` is D, or 128 for D = 96 (`pieces` in
-    `gpu_decode_plan.py`). A tile of queries is two KV heads here, of 64 columns each.
+    `gpu_decode_plan.py`). A tile of queries is two KV heads here, of 64 columns each;
+    of the largest D, which have tiles of 64 rows, one.
     """
 
     sums: Any  # float32[K, items, rows, columns]: weights times V, not divided by their total
@@ -116,7 +117,7 @@ def combine_tiles(
 ) -> jax.Array:
     """→ `out` [T, H, D] with the first `number` tiles of queries, which are the rows of `_Inputs` here.
 
-    Of a tile's 128 rows of wgmma, g * tile_q + i is head g of query i.
+    Of a tile's rows of wgmma, g * tile_q + i is head g of query i.
     """
     num_programs = _num_programs(parts, places.token.shape[0], TILE_PROGRAMS_PER_SM)
     plan = _Plan(num_programs, least_parts=0, tile_q=tile_q)
@@ -265,8 +266,10 @@ class _Program:
         memory, out, dtype, places = self.memory, self.out, self.out.dtype, self.inputs.places
         assert places is not None
         token, first, count = (each[tile] for each in places)
-        group = out.shape[1] // (self.inputs.parts.sums.shape[0] // 2)
-        head, begin = lax.div(half, jnp.int32(2)) * group, lax.rem(half, jnp.int32(2)) * 64
+        num_halves, _, head_dim, _ = self.inputs.parts.sums.shape
+        of_head = rows_of_tile(head_dim) // HEIGHT
+        group, of_tile = out.shape[1] // (num_halves // of_head), jnp.int32(of_head)
+        head, begin = lax.div(half, of_tile) * group, lax.rem(half, of_tile) * 64
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # `lines` have left
         memory.turned.transpose((1, 0))[...] = x.astype(dtype)
         plgpu.commit_smem()

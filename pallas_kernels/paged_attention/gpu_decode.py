@@ -13,6 +13,9 @@ gives its result; of several each gives its sums, and `gpu_combine.py` adds them
 i % S. To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 three
 programs an SM with two stages of 64 keys (32 KB) have 96 to 192 KB, also where one item ends and the next begins.
 
+At D = 512 an SM has room for one program with one stage: keys are copied while values are multiplied, and values
+while keys are.
+
 **Protocol.** The warpgroup starts all copies itself. Those for step i start at the end of step i - S, which may belong
 to the previous item; the first S start before the first item. If an item has fewer than S tiles, copies for the next
 one that no step of it starts are started when it begins. So is the copy of the next item's queries.
@@ -26,6 +29,7 @@ one that no step of it starts are started when it begins. So is the copy of the 
     weights (P)         warpgroup        wgmma of O'       commit_smem            the writes to be visible
     wide, if quantised  warpgroup        wgmma             commit_smem            the same; K first, then V
     keys, values, free  wgmma of step i  TMA for step i+S  implied by reading O'  wgmma to have read them
+    keys, free, S = 1   wgmma of S'      TMA for step i+1  implied by the maximum wgmma to have read them
 """
 
 from __future__ import annotations
@@ -59,9 +63,11 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     Sums,
     added,
     clear_outside,
+    hidden_zero,
     no_sums,
     normalised,
     scores,
+    stage_of,
     weights,
     without_zeros,
 )
@@ -281,9 +287,9 @@ class _Program:
         lax.fori_loop(0, jnp.minimum(at.num_tiles, most), fetch, None)
 
     def _stage(self, step):
-        return lax.rem(step, jnp.int32(self.plan.num_stages))
+        return stage_of(step, self.plan.num_stages)
 
-    def _fetch(self, at: Item, i, stage):
+    def _fetch(self, at: Item, i, stage, *, keys: bool = True, values: bool = True):
         """Start the copies of tile i."""
         source, start = self.plan.source, at.first + i * TILE
 
@@ -294,8 +300,8 @@ class _Program:
         # All are looked up before a copy waits for the first.
         rows = range(0, TILE, source.rows(TILE))
         slots = {row: source.slot(block_of, TILE, start, row) for row in rows}
-        for which, stages in enumerate((self.memory.keys, self.memory.values)):
-            if stages is not None:
+        for which, stages, wanted in ((0, self.memory.keys, keys), (1, self.memory.values, values)):
+            if wanted and stages is not None:
                 column = 2 * at.head + which
                 source.fetch(self.inputs.pool, slots.__getitem__, column, stages, stage)
 
@@ -309,6 +315,8 @@ class _Program:
             found = source.factors(stages, stage, 0, column, start, (at.low, at.high), boost)
             return tuple(by_key(each) for each in found)
 
+        if plan.num_stages == 1:
+            queries = queries.at[pl.ds(pl.multiple_of(hidden_zero(used + i), 8), plan.columns)]
         s = product(self._keys(stage), queries.transpose((1, 0)))
         if query_sums is not None:
             scale, zero = factors(memory.keys, 2 * at.head)
@@ -316,6 +324,10 @@ class _Program:
         position = start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
         s, unit = scores(s, (position >= at.low) & (position < at.high), plan.options)
         m, rescale, p = weights(s, unit, carry.m, axis=0)
+        fetches_keys = plan.num_stages == 1 and memory.values is not None
+        if fetches_keys:
+            # All have read the keys: the maximum was of theirs. With more stages others are on their way.
+            self._fetch_later(at, following, i, stage, values=False)
         total, zeros = carry.total * by_head(rescale) + p, carry.zeros
         if memory.values is not None:
             plgpu.barrier_wait(memory.values.ready.at[stage])
@@ -332,12 +344,16 @@ class _Program:
             self._added(acc * lax.broadcast_in_dim(rescale, acc.shape, [1]), v.at[:, pl.ds(*piece)])
             for acc, piece in zip(carry.accs, pieces(plan.value_dim), strict=True)
         )
-        later = i + plan.num_stages
+        self._fetch_later(at, following, i, stage, keys=not fetches_keys)
+        return _Running(accs, m, total, zeros)
+
+    def _fetch_later(self, at: Item, following: Item, i, stage, **which: bool) -> None:
+        """Start the copies for the step that has step i's stage next."""
+        later = i + self.plan.num_stages
         is_mine = later < at.num_tiles
         item = Item(*(jnp.where(is_mine, *each) for each in zip(at, following, strict=True)))
         tile = jnp.where(is_mine, later, later - at.num_tiles)
-        pl.when(tile < item.num_tiles)(lambda: self._fetch(item, tile, stage))
-        return _Running(accs, m, total, zeros)
+        pl.when(tile < item.num_tiles)(lambda: self._fetch(item, tile, stage, **which))
 
     def _added(self, acc, v):
         """acc + V' P'."""

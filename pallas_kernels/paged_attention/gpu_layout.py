@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.latents import LatentPool
-from pallas_kernels.kv_write.parts import whole
+from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.lists import expand
@@ -31,7 +31,10 @@ CUT_ITEMS, CUT_KEYS = 128, 1024
 PARTS_BYTES = 256 << 20  # of those sums at once; rows that have more take turns
 SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
 RESERVED_BYTES = 1024  # and each takes besides what it asks for
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
+MOST_HEADS = 64  # query heads per KV head: the fewest rows of a tile of queries
+MOST_WIDE_HEADS = 32  # of head dim 512: more do not fit beside a tile of keys and values
+MOST_BY_ROWS = 256  # columns of sums that a warpgroup has room for in registers
 MOST_TILE_KV = 128  # a tile lies in one block, or consists of whole ones
 # Of latents: their columns, those of values, and query heads. The sums of 24 heads leave too few registers.
 MOST_WIDTH, MOST_VALUES, MOST_LATENT_HEADS = 576, 512, 16
@@ -50,7 +53,9 @@ class TileSizes:
     programs_per_sm: int = 3
 
 
-def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool | LatentPool) -> str | None:
+def unsupported_reason(
+    q: jax.Array | jax.ShapeDtypeStruct, pool: Pool | PoolPart | LatentPool
+) -> str | None:
     """Why these kernels cannot serve such arguments, in one line; None if they can. Shapes and dtypes suffice."""
     if reason := unsupported_jax():
         return reason
@@ -68,12 +73,15 @@ def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool | LatentP
     if q.shape[2] not in HEAD_DIMS:
         return f"head dim {q.shape[2]} is none of {HEAD_DIMS}"
     group = q.shape[1] // (pool.shape[2] // 2)
-    if group > 64:
-        return f"{group} query heads per KV head are more than 64"
+    most = MOST_WIDE_HEADS if q.shape[2] > 256 else MOST_HEADS
+    if group > most:
+        return f"{group} query heads per KV head are more than {most}"
+    if quantised and isinstance(pool, PoolPart):
+        return f"layers differ in their KV heads, and the pool is {array.format}"
     if isinstance(pool, QuantizedPool):
         # Each half of a byte is stored as columns of its own, in tiles of 64.
         tile = 64 if pool.format == "int4" else 32
-        if q.shape[2] == 256 or pool.data.shape[3] % tile:
+        if q.shape[2] >= 256 or pool.data.shape[3] % tile:
             return f"head dim {q.shape[2]} in {pool.format} does not fit wgmma's tiles or memory"
         if pool.scale_zero is not None and pool.shape[2] % 4:
             return f"{pool.shape[2] // 2} KV heads are odd: the scales of two are copied at once"
@@ -95,6 +103,11 @@ def _unsupported_latents(num_heads: int, pool: LatentPool) -> str | None:
             "tensor_parallel_size"
         )
     return None
+
+
+def rows_of_tile(head_dim: int) -> int:
+    """Of a tile of queries: two warpgroups have 64 each, or the same 64 and half the columns of V."""
+    return 128 if head_dim <= MOST_BY_ROWS else 64
 
 
 def rows_at_once(num_rows: int, bytes_per_row: int) -> int:

@@ -24,6 +24,10 @@ their own. QK is S = Q K', PV is O += P V.
 (*) Where there is no room for `arrived`, it is `output`, and free when that has been sent. At head dim 256 it has half
 the columns and goes through the above for one half, then for the other; the first half is free when read.
 
+At head dim 512 a tile is 64 rows, of 64 / G queries, and there is one stage. WG 0 and 1 compute the same S, and each O
+for half of V's columns, since registers have room for 256. Each moves queries and output of its columns, a strip of
+either at once. They meet (`met`) before QK reads the queries, and after the last QK, before output is put there.
+
 WG 0 and 1 take turns: one has the tensor cores while the other computes exponentials (Shah et al., FlashAttention-3,
 arXiv:2407.08608). `in_turn` (2 arrivals) ends each half step, and WG 1 is half a step behind. For step i of a tile:
 
@@ -50,11 +54,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import gpu_layout
-from pallas_kernels.paged_attention.gpu_prefill_plan import Memory, Plan, Tile, memory_of
+from pallas_kernels.paged_attention.gpu_prefill_plan import (
+    Memory,
+    Piece,
+    Plan,
+    Share,
+    Tile,
+    memory_of,
+    put,
+)
 from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
     PoolArrays,
     clear_outside,
+    hidden_zero,
     normalised,
     scores,
     weights,
@@ -66,10 +79,10 @@ from pallas_kernels.wgmma import (
     as_operand,
     filled,
     load,
+    meet,
     piece,
     product,
     store,
-    swizzle_of,
 )
 
 
@@ -80,7 +93,7 @@ class Inputs(NamedTuple):
     block_table: Any  # int32[R, M]
     tiles: gpu_layout.QueryTiles
     pool: PoolArrays
-    sinks: Any  # float32[K, ROWS], or None; also for parts, which `combine` adds them to
+    sinks: Any  # float32[K, rows of a tile], or None; also for parts, which `combine` adds them to
 
 
 def kernel(plan: Plan, inputs: Inputs, out_type):
@@ -112,9 +125,11 @@ class _Program:
         self.out = out_ref  # [T, H, columns], like the queries; or `Parts`
         self.dtype = inputs.queries.dtype
         self.warpgroup, self.number = lax.axis_index("warpgroup"), lax.axis_index("program")
-        self.half = piece(self.warpgroup, 64)  # of the rows
+        self.mine = Share(plan, self.warpgroup, self.dtype)
         # Only these two differ in the interpreter.
-        weights_smem = None if memory.weights is None else memory.weights.at[self.half]
+        weights_smem = memory.weights
+        if weights_smem is not None:
+            weights_smem = weights_smem.at[piece(self.warpgroup, 64)]
         self.as_operand = partial(as_operand, smem=weights_smem)
         self.added_product = partial(added_product, interpret=plan.options.interpret)
         all_tiles = inputs.tiles.number[0] * plan.num_kv_heads
@@ -150,10 +165,10 @@ class _Program:
         plan, inputs, memory, at = self.plan, self.inputs, self.memory, self._tile_of(turn)
         pl.when(turn > 0)(lambda: plgpu.barrier_wait(memory.queries_done))
         tokens = pl.ds(at.token, plan.tile_q)
-        for columns in plan.pieces:
-            if columns.start > 0:
+        for strips in plan.pieces:
+            if strips != plan.pieces[0]:
                 plgpu.barrier_wait(memory.queries_done)
-            for g, strip, of_strip in plan.copies(columns):
+            for g, strip, of_strip in plan.copies(strips):
                 queries = inputs.queries.at[tokens, at.head * plan.group + g, of_strip]
                 into = memory.arrived.at[strip, pl.ds(g * plan.tile_q, plan.tile_q)]
                 plgpu.copy_gmem_to_smem(queries, into, memory.queries_ready)
@@ -184,31 +199,33 @@ class _Program:
         """`used` tiles of keys came before; returns how many came till now."""
         plan, memory, at = self.plan, self.memory, self._tile_of(turn)
         by_row = plgpu.Layout.WGMMA.reduce(1)
-        for columns in plan.pieces:
+        for strips in plan.pieces:
             plgpu.barrier_wait(memory.queries_ready)
-            for part, of_piece, by_line in self._parts(columns):
+            for _, part, of_piece, by_line in self.mine.parts(strips):
                 arrived = load(memory.arrived.at[of_piece], layout=by_line, optimized=False)
-                _put(memory.queries, part, arrived)
-            if plan.early or columns != plan.pieces[-1]:
+                put(memory.queries, part, arrived)
+            if plan.early or strips != plan.pieces[-1]:
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(memory.queries_done)
         if not plan.early:
             plgpu.commit_smem()
+        if plan.by_columns:
+            meet(memory.met)  # either has half the queries' columns
         carry = (
-            filled((64, plan.head_dim), 0.0, plgpu.Layout.WGMMA),
+            filled((64, plan.columns), 0.0, plgpu.Layout.WGMMA),
             filled((64,), MASKED, by_row),
             filled((64,), 0.0, by_row),
             None,
         )
         query_sums = None
         if plan.source.has_scales:
-            queries = load(memory.queries.at[self.half], layout=plgpu.Layout.WGMMA)
+            queries = load(memory.queries.at[self.mine.rows], layout=plgpu.Layout.WGMMA)
             query_sums = queries.astype(jnp.float32).sum(axis=1)
             carry = (*carry[:3], carry[2])
         edge, whole = at.unmasked(plan)
         step = partial(self._step, at=at, used=used, query_sums=query_sums)
         if plan.plain:  # the second lets the first go ahead
-            pl.when(self.warpgroup == 1)(lambda: _meet(memory.in_turn))
+            pl.when(self.warpgroup == 1)(lambda: meet(memory.in_turn))
         if plan.options.window is not None:
             carry = lax.fori_loop(0, edge, partial(step, masked=True), carry)
         carry = lax.fori_loop(edge, whole, partial(step, masked=False), carry)
@@ -216,13 +233,13 @@ class _Program:
         if zeros is not None:
             acc = without_zeros(acc, zeros, plan.source.boost(self.dtype), axis=0)
         if plan.plain:
-            pl.when(self.warpgroup == 0)(lambda: _meet(memory.in_turn))
+            pl.when(self.warpgroup == 0)(lambda: meet(memory.in_turn))
         if plan.in_parts:
             self._finish_part(turn, at, acc, m, total)
             return used + at.num_keys
         sink = self.inputs.sinks
         if sink is not None:
-            sink = load(sink.at[at.head, self.half], layout=by_row, optimized=False)
+            sink = load(sink.at[at.head, self.mine.rows], layout=by_row, optimized=False)
         self._finish(normalised(acc, m, total, sink, axis=0), at)
         return used + at.num_keys
 
@@ -233,11 +250,12 @@ class _Program:
         if plan.plain:
             memory.keys.wait(number)
             keys, values = memory.keys.tile(number), memory.values.tile(number)
-            started = partial(_meet, memory.in_turn)
+            started = partial(meet, memory.in_turn)
         else:
             self._widen(number, start, at)
             (keys, values), started = memory.wide, None
-        s = product(memory.queries.at[self.half], keys.transpose((1, 0)), started=started)
+        rows = piece(hidden_zero(number), 64) if plan.by_columns else self.mine.rows
+        s = product(memory.queries.at[rows], keys.transpose((1, 0)), started=started)
         if plan.plain:
             memory.keys.release(number)
         by_query = partial(lax.broadcast_in_dim, shape=s.shape, broadcast_dimensions=[0])
@@ -260,12 +278,14 @@ class _Program:
             memory.values.wait(number)
             if masked:
                 self._clear(values, start, at)
+            if plan.by_columns:
+                values = values.at[:, self.mine.columns]
             plgpu.barrier_wait(memory.in_turn)
         acc = self.added_product(acc, self.as_operand(p), values)
         if plan.plain:
             memory.values.release(number)
         else:
-            _meet(memory.met)  # before another tile is written over this one
+            meet(memory.met)  # before another tile is written over this one
         return acc, m, total, zeros
 
     def _factors(self, which: int):
@@ -276,10 +296,11 @@ class _Program:
         return tuple(lax.broadcast_in_dim(row, (64, self.plan.tile), [1]) for row in rows)
 
     def _visible(self, at: Tile, start):
-        """Which of the keys from `start` on this half's queries may see."""
+        """Which of the keys from `start` on this warpgroup's queries may see."""
         shape, window = (64, self.plan.tile), self.plan.options.window
         row = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
-        row = row + self.warpgroup * 64
+        if not self.plan.by_columns:
+            row = row + self.warpgroup * 64
         position = (at.bottom - at.skipped) + lax.rem(row, jnp.int32(self.plan.tile_q))
         query = lax.broadcast_in_dim(position, shape, [0])
         key = start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
@@ -316,65 +337,57 @@ class _Program:
 
         for which, ring in enumerate((memory.keys, memory.values)):
             pl.when(self.warpgroup == which)(partial(widen, which, ring))
-        _meet(memory.met)
+        meet(memory.met)
 
     def _finish(self, out, at: Tile):
         plan, memory, out = self.plan, self.memory, out.astype(self.dtype)
         first = self.warpgroup == 0
-        for columns in plan.pieces:
-            for part, *_ in self._parts(columns):  # where nobody reads queries any more
-                _put(memory.queries, part, out[:, part[1]])
-        for columns in plan.pieces:
+        if plan.by_columns:
+            meet(memory.met)
+        for strips in plan.pieces:
+            for own, part, *_ in self.mine.parts(strips):  # where nobody reads queries any more
+                put(memory.queries, part, out[:, own])
+        for strips in plan.pieces:
             # The output before, which the first has sent, must have left.
             pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-            _meet(memory.met)
-            for part, of_piece, by_line in self._parts(columns):
-                _put(memory.output, of_piece, load(memory.queries.at[part], layout=by_line))
+            meet(memory.met)
+            for _, part, of_piece, by_line in self.mine.parts(strips):
+                put(memory.output, of_piece, load(memory.queries.at[part], layout=by_line))
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory.written)
 
-            pl.when(first)(partial(self._write, at, columns))
+            pl.when(first)(partial(self._write, at, strips))
         if not plan.early:
             pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
             plgpu.barrier_arrive(memory.queries_done)
 
     def _finish_part(self, turn, at: Tile, acc, m, total):
-        heads, half = jnp.int32(self.plan.num_kv_heads), 2 * at.head + self.warpgroup
+        heads = jnp.int32(self.plan.num_kv_heads)
+        half = at.head if self.plan.by_columns else 2 * at.head + self.warpgroup
         item = lax.div(turn * self.plan.num_programs + self._place(turn), heads)
         # In the transposed layout a thread's pairs of values lie along rows, as they do in memory.
         acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
-        store(self.out.sums.at[half, item].transpose((1, 0)), acc)
-        store(self.out.stats.at[half, item, 0], m)
-        store(self.out.stats.at[half, item, 1], total)
+        sums = self.out.sums.at[half, item, self.mine.columns]
+        store(sums.transpose((1, 0)), acc)
+
+        def store_stats():
+            store(self.out.stats.at[half, item, 0], m)
+            store(self.out.stats.at[half, item, 1], total)
+
+        if self.plan.by_columns:  # both have the same
+            pl.when(self.warpgroup == 0)(store_stats)
+        else:
+            store_stats()
         if not self.plan.early:
             plgpu.barrier_arrive(self.memory.queries_done)
 
-    def _parts(self, columns: slice):
-        """This half's rows of a piece, in as many columns as wgmma's tiles have: where they are in `queries`, and in
-        `arrived` and `output`; and the registers to copy them by way of.
-
-        There a few threads have a whole line. As wgmma has them, 8 rows may meet in the same banks of `arrived` and
-        `output`.
-        """
-        dtype = self.dtype
-        swizzle = swizzle_of(self.plan.head_dim * dtype.itemsize)
-        width = swizzle // dtype.itemsize
-        by_line: Any = plgpu.Layout.SMEM_GMEM_COPY((64, width), dtype, swizzle)
-        found = []
-        for strip, of_strip in self.plan.strips(columns):
-            for first in range(of_strip.start, min(of_strip.stop, self.plan.head_dim), width):
-                begin = first - of_strip.start
-                place = (strip, self.half, slice(begin, begin + width))
-                found.append(((self.half, slice(first, first + width)), place, by_line))
-        return found
-
-    def _write(self, at: Tile, columns: slice):
+    def _write(self, at: Tile, strips: Piece):
         """When both halves are there. Of a head's rows of `output`, `count` from `skipped` on are the tile's own."""
         plan = self.plan
         plgpu.barrier_wait(self.memory.written)
 
         def write(i, num_queries):
-            for g, strip, of_strip in plan.copies(columns):
+            for g, strip, of_strip in plan.copies(strips):
                 head = at.head * plan.group + g
                 to = self.out.at[pl.ds(at.token + i, num_queries), head, of_strip]
                 part = self.memory.output.at[strip, pl.ds(g * plan.tile_q + i, num_queries)]
@@ -385,16 +398,3 @@ class _Program:
         @pl.when(at.count < plan.tile_q)
         def _():
             lax.fori_loop(at.skipped, at.skipped + at.count, lambda i, _: write(i, 1), None)
-
-
-def _meet(barrier):
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
-
-
-def _put(smem, part, value) -> None:
-    """Store a value. jax 0.12 finds no order without bank conflicts for lines shorter than 128 bytes."""
-    if value.shape[1] * value.dtype.itemsize < 128:
-        store(smem.at[part], value)
-    else:
-        smem[part] = value

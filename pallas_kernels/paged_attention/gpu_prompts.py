@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention import gpu_layout
 from pallas_kernels.paged_attention.gpu_combine import Parts, Places, combine_tiles
 from pallas_kernels.paged_attention.gpu_layout import Cuts, CutTiles
 from pallas_kernels.paged_attention.gpu_prefill import Inputs, kernel
-from pallas_kernels.paged_attention.gpu_prefill_plan import ROWS, Plan
+from pallas_kernels.paged_attention.gpu_prefill_plan import Plan
 from pallas_kernels.paged_attention.gpu_tiles import Options, Source
 
 FEW_TURNS = 4  # so many are always taken
@@ -29,7 +29,8 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
     source, num_kv_heads = Source.of(pool), pool.shape[2] // 2
     group, sinks = num_heads // num_kv_heads, options.sinks
     num_keys = block_table.shape[1] * pool.shape[1]
-    tile_q = ROWS // group // 2 * 2
+    rows_of_tile = gpu_layout.rows_of_tile(head_dim)
+    tile_q = rows_of_tile // group // 2 * 2
     q = jnp.pad(q, ((0, max(0, tile_q - num_tokens)), (0, 0), (0, -head_dim % 64)))
     sizes = (kv_lens.shape[0], num_tokens, num_keys, tile_q, num_kv_heads, head_dim)
     cuts = gpu_layout.Cuts.of(*sizes, options.window)
@@ -50,7 +51,7 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
         in_parts=False,
     )
     if sinks is not None:  # of each row of wgmma
-        row = jnp.minimum(jnp.arange(ROWS) // tile_q, group - 1)
+        row = jnp.minimum(jnp.arange(rows_of_tile) // tile_q, group - 1)
         sinks = sinks.reshape(num_kv_heads, group)[:, row]
     inputs = Inputs(q, block_table, tiles, source.arrays, sinks)
     out = kernel(plan, inputs, q)(inputs)
@@ -61,7 +62,7 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
 
 def _with_cut_rows(plan: Plan, inputs: Inputs, cuts: Cuts, num_parts, query_starts, kv_lens, out):
     """`out` with the rows whose keys are cut. They take turns, if their sums are more than PARTS_BYTES."""
-    at_once = cuts.rows_at_once(4 * plan.num_kv_heads * ROWS * plan.head_dim)
+    at_once = cuts.rows_at_once(4 * plan.num_kv_heads * plan.rows * plan.head_dim)
     most_turns = pl.cdiv(cuts.max_rows, at_once)
     num_rows, is_cut = kv_lens.shape[0], num_parts > 0
     (rows,) = jnp.nonzero(is_cut, size=most_turns * at_once, fill_value=num_rows)
@@ -89,7 +90,7 @@ def _with_cut_rows(plan: Plan, inputs: Inputs, cuts: Cuts, num_parts, query_star
 
 def _with_parts(plan: Plan, inputs: Inputs, tiles: CutTiles, out):
     """`out` with these tiles."""
-    num_heads, num_items = 2 * plan.num_kv_heads, tiles.parts.row.shape[0]
+    num_heads, num_items = plan.num_kv_heads * plan.rows // 64, tiles.parts.row.shape[0]
     parts = Parts(
         sums=jax.ShapeDtypeStruct((num_heads, num_items, plan.head_dim, 64), jnp.float32),
         stats=jax.ShapeDtypeStruct((num_heads, num_items, 4, 64), jnp.float32),

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_write.latents import LatentPool
+from pallas_kernels.kv_write.parts import PoolPart
 from pallas_kernels.kv_write.quantized import FLOATS, LEVELS, QuantizedPool
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
@@ -128,6 +129,20 @@ class Stages(NamedTuple):
     ready: Any  # a barrier per stage: the tile has arrived
 
 
+def stage_of(i, num_stages: int):
+    """Where tile i stands."""
+    return hidden_zero(i) if num_stages == 1 else lax.rem(i, jnp.int32(num_stages))
+
+
+def hidden_zero(i):
+    """0 for the number of a tile, which the compiler does not know.
+
+    Where heads are wide it would compute the addresses of all products before a loop over tiles, and there are more
+    than registers.
+    """
+    return jnp.minimum(i, 0)
+
+
 @dataclass(frozen=True)
 class Source:
     """The pool of a call."""
@@ -137,14 +152,19 @@ class Source:
     block_size: int
     width: int  # columns of a head's K: D, or D / 2 bytes of int4
     value_dim: int | None = None  # of latents: the first columns of K that are V
+    before: int = 0  # heads of such a width before the layer's own, K and V counted apart
 
     @classmethod
-    def of(cls, pool: Pool | LatentPool) -> Source:
+    def of(cls, pool: Pool | PoolPart | LatentPool) -> Source:
         num_blocks, block_size, heads, width = pool.shape
         slots = num_blocks * block_size
         if isinstance(pool, LatentPool):
             arrays = PoolArrays(pool.pool.reshape(slots, width))
-            return cls(arrays, None, block_size, width, pool.value_dim)
+            return cls(arrays, None, block_size, width, value_dim=pool.value_dim)
+        if isinstance(pool, PoolPart):
+            assert not isinstance(pool.pool, QuantizedPool)
+            arrays = PoolArrays(pool.pool.reshape(slots, -1))
+            return cls(arrays, None, block_size, width, before=pool.index * heads)
         if not isinstance(pool, QuantizedPool):
             return cls(PoolArrays(pool.reshape(slots, -1)), None, block_size, width)
         data, scale_zero = pool.data.reshape(slots, -1), pool.scale_zero
@@ -204,6 +224,7 @@ class Source:
 
     def fetch(self, refs: PoolArrays, slot_of, column, stages: Stages, stage):
         """Copy a tile whose row i stands in slot `slot_of(i)`. `column`: 2 * head for K, 2 * head + 1 for V."""
+        column = column + self.before
         tile, ready = stages.data.shape[1], stages.ready.at[stage]
         rows = self.rows(tile)
         of_head = piece(column, self.width)
@@ -275,7 +296,7 @@ def _inside(start, bounds: tuple):
 def clear_outside(v_smem, start, low, high):
     """Zeros in the rows of a tile of V, whose first is position `start`, that are not in [low, high)."""
     columns = v_smem.shape[1]
-    step = columns if columns <= 256 else 64  # of latents' values registers have no room for more
+    step = columns if columns <= 256 else 64  # registers have no room for more
     for first in range(0, columns, step):
         part = v_smem if step == columns else v_smem.at[:, pl.ds(first, step)]
         v = load(part, layout=plgpu.Layout.WGMMA)

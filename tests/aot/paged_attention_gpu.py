@@ -30,6 +30,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "head-dim-96": GQA | dict(head_dim=96),
     "head-dim-192": GQA | dict(head_dim=192),
     "head-dim-256": GQA | dict(head_dim=256, block_size=128),
+    "head-dim-512": GQA | dict(head_dim=512, window=1000),
+    "head-dim-512-of-a-part": GQA | dict(head_dim=512, pool_heads=8, pool_head_dim=256),
     "mha-float16": GQA | dict(heads=4, kv_heads=4, block_size=64, dtype="float16"),
     "mqa": GQA | dict(heads=48, kv_heads=1),
     "int8": GQA | dict(format="int8"),
@@ -96,15 +98,20 @@ def attention(
     dtype,
     format=None,
     value_dim=None,
+    pool_heads=None,
+    pool_head_dim=None,
     sinks=False,
     keys=4096,
     sizes=None,
     **options,
 ):
-    """Lowered for `rows` rows of up to `keys` keys, and a pool twice as large as they need."""
+    """Lowered for `rows` rows of up to `keys` keys, and a pool twice as large as they need. pool_heads, pool_head_dim:
+    KV heads and head dim of a pool that several layers share, of which the layer has the last part.
+    """
     import jax
 
     from pallas_kernels.kv_write.latents import LatentPool
+    from pallas_kernels.kv_write.parts import PoolPart
     from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
     from pallas_kernels.paged_attention import gpu, gpu_layout
 
@@ -118,6 +125,10 @@ def attention(
         pool = QuantizedPool(data=data, scale_zero=scale_zero, format=format)
     if value_dim is not None:
         pool = LatentPool(spec((*slots[:2], head_dim), dtype), value_dim)
+    if pool_heads is not None:
+        pieces = head_dim // pool_head_dim
+        pool = spec((*slots[:2], 2 * pool_heads, pool_head_dim), dtype)
+        pool = PoolPart(pool, kv_heads, pieces, pool_heads // (kv_heads * pieces) - 1)
     arguments = {
         "q": spec((tokens, heads, head_dim), dtype),
         "pool": pool,

@@ -46,7 +46,7 @@ def kernels() -> Iterator[tuple[str, Any]]:
     from tests.aot import paged_attention_gpu as attention
 
     with jax.set_mesh(attention._mesh(1)):
-        for name in ("gqa-16-2", "head-dim-96", "head-dim-256", "int8"):
+        for name in ("gqa-16-2", "head-dim-96", "head-dim-256", "head-dim-512", "int8"):
             # A step with prompts has all of its kernels.
             options = dict(rows=64, tokens=8192, **attention.ATTENTION[name])
             yield name, partial(attention.attention, **options)

@@ -82,7 +82,9 @@ def test_kernels_serve_attention_and_experts(found):
             others += (2 if case.num_devices == 1 else 4) * FEW
         others += case.quantization == "int8" and " decode " in each["name"]
         # gpt-oss's embedding lies by column on TPUs; of many tokens XLA finds the rows.
-        others += case.model == "gpt-oss-20b" and case.target != "h200" and " decode " in each["name"]
+        others += (
+            case.model == "gpt-oss-20b" and case.target != "h200" and " decode " in each["name"]
+        )
         of_experts = each["kernel_calls"] - each["attention_calls"] - others
         is_plain = case.target == "h200" and case.model == "gpt-oss-20b"
         assert of_experts == (0 if is_plain else 2 * FEW), each

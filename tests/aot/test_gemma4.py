@@ -32,10 +32,11 @@ def test_pool_and_state_stay_where_they_are(found):
     assert all(each["num_layers"] == LAYERS for each in found)
 
 
-def test_attention_of_all_layers_is_the_kernel_on_tpus(place, found):
+def test_attention_of_all_layers_is_the_kernel(place, found):
     decode, forward = (len(each["attention_calls"]) for each in found)
-    if place.target == "h200":  # whose kernels need equal heads, of up to 256
-        assert decode == forward == 0
+    if place.target == "h200":
+        # What a kernel is found by says nothing of its layers: equal ones may share a call.
+        assert decode > 0 and forward > 0
     else:
         # Two launches, see `paged_attention.tpu`.
         assert (decode, forward) == (LAYERS, 2 * LAYERS)

@@ -26,12 +26,18 @@ PROGRAMS = [
 ]
 # More than `SPILLED` where accumulators are wide (at head dim 256 a loop reads 13 addresses) or tiles dequantised.
 WIDE = (
-    *("head-dim-192", "head-dim-256", "int8-head-dim-192"),
+    *(
+        "head-dim-192",
+        "head-dim-256",
+        "head-dim-512",
+        "head-dim-512-of-a-part",
+        "int8-head-dim-192",
+    ),
     *("int8", "int8-float16", "int4", "fp8"),
 )
 SPILLED_WIDE = 300
 # Shapes whose keys are not cut for few queries.
-UNCUT = ("head-dim-96", "window-soft-cap-sinks")
+UNCUT = ("head-dim-96", "head-dim-512", "window-soft-cap-sinks")
 
 
 @pytest.fixture

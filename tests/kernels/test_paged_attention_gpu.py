@@ -31,6 +31,7 @@ import pytest
 from pallas_kernels import hopper
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.latents import LatentPool
+from pallas_kernels.kv_write.parts import PoolPart
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool, quantize
 from pallas_kernels.paged_attention import cases, gpu, gpu_combine, gpu_layout, gpu_prompts
 from pallas_kernels.paged_attention.cases import Case
@@ -65,6 +66,14 @@ DECODE = (
     ),
     SMALL(name="head-dim-128", query_lens=(1,), kv_lens=(70,), head_dim=128, block_size=64),
     SMALL(name="head-dim-256", query_lens=(1,), kv_lens=(70,), head_dim=256, block_size=128),
+    SMALL(
+        name="head-dim-512",
+        query_lens=(1,) * 3,
+        kv_lens=(70, 530, 0),
+        head_dim=512,
+        num_heads=16,
+        num_kv_heads=2,
+    ),
     SMALL(name="window-of-parts", query_lens=(1,) * 2, kv_lens=(1300, 40), window=600),
     SMALL(name="sinks", query_lens=(1,) * 3, kv_lens=(530, 1, 0), num_heads=6, sinks=True),
 )
@@ -102,6 +111,14 @@ MIXED = (
         dtype="float16",
     ),
     SMALL(name="mha-head-dim-256", query_lens=(5, 6), kv_lens=(130, 6), head_dim=256, num_heads=2),
+    SMALL(
+        name="head-dim-512",
+        query_lens=(1, 40),
+        kv_lens=(70, 140),
+        head_dim=512,
+        num_heads=4,
+        sinks=True,
+    ),
     SMALL(name="sinks-of-parts", query_lens=(1, 5, 1), kv_lens=(530, 70, 1), sinks=True),
 )
 QUANTISED = tuple(
@@ -249,7 +266,13 @@ def divided(monkeypatch, **division: int) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"format": "int8", "head_dim": 128}, {"head_dim": 192}, {"head_dim": 256}, {"window": None}],
+    [
+        {"format": "int8", "head_dim": 128},
+        {"head_dim": 192},
+        {"head_dim": 256},
+        {"head_dim": 512},
+        {"window": None},
+    ],
     ids=str,
 )
 def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch, detecting_races):
@@ -366,7 +389,11 @@ FEW_QUERIES = SMALL(
 
 @pytest.mark.parametrize(
     "options",
-    [{"format": "int8"}, {"head_dim": 256, "num_heads": 3, "num_kv_heads": 1}],
+    [
+        {"format": "int8"},
+        {"head_dim": 256, "num_heads": 3, "num_kv_heads": 1},
+        {"head_dim": 512, "num_heads": 3, "num_kv_heads": 1},
+    ],
     ids=str,
 )
 def test_few_queries_see_all_parts_of_their_keys(options, monkeypatch):
@@ -475,6 +502,10 @@ def test_query_tiles_are_all_queries_but_single_ones_and_the_longest_come_first(
         (dict(block_size=4), "block size 4 is neither"),
         (dict(block_size=192), "block size 192 is neither"),  # a tile of 128 would cross blocks
         (dict(num_heads=128, num_kv_heads=1), "128 query heads per KV head are more than 64"),
+        (
+            dict(head_dim=512, num_heads=34, num_kv_heads=1),
+            "34 query heads per KV head are more than 32",
+        ),
         (dict(format="int8", num_kv_heads=1), "1 KV heads are odd"),
         (dict(format="int4", head_dim=96), "head dim 96 in int4 does not fit"),
         (dict(format="int4", head_dim=64), "head dim 64 in int4 does not fit"),
@@ -607,6 +638,41 @@ def check_on_gpu(case: Case, **options) -> None:
     np.testing.assert_array_equal(np.asarray(attend(**arguments), np.float64), result)
 
 
+DECODE_OF_A_PART = next(case for case in DECODE if case.name == "head-dim-512")
+PROMPTS_OF_A_PART = next(case for case in MIXED if case.name == "head-dim-512")
+
+
+def as_part(own: jax.Array, index: int) -> PoolPart:
+    """A layer's pool as part number `index` of two, in an array of heads half as large; NaN in the other part."""
+    num_blocks, block_size, columns, head_dim = own.shape
+    shared = jnp.full((num_blocks, block_size, 4 * columns, head_dim // 2), jnp.nan, own.dtype)
+    pool = PoolPart(shared, columns // 2, 2, index)
+    pieces = own.reshape(num_blocks, block_size, 2 * columns, head_dim // 2)
+    return replace(pool, pool=shared.at[:, :, pool.places(2)].set(pieces))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(
+    "case", [decoding(DECODE_OF_A_PART), PROMPTS_OF_A_PART], ids=("decode", "prompts")
+)
+def test_a_part_of_a_pool_reads_like_a_pool(case, index):
+    """Bit for bit."""
+    arguments, decodes = cases.arguments(case), max(case.query_lens) == 1
+    how = dict(one_query_per_row=decodes, interpret=interpreter())
+    want = run(gpu.paged_attention, arguments, **how)
+    part = as_part(arguments["pool"], index)
+    result = run(gpu.paged_attention, arguments | {"pool": part}, **how)
+    np.testing.assert_array_equal(result, want)
+
+
+def check_part_on_gpu(case: Case, **options: Any) -> None:
+    arguments = made_on_the_host(decoding(case) if options else case)
+    want = run(gpu.paged_attention, arguments, **options)
+    for index in (0, 1):
+        part = arguments | {"pool": as_part(arguments["pool"], index)}
+        np.testing.assert_array_equal(run(gpu.paged_attention, part, **options), want)
+
+
 # Keys: 79 parts, of which the last kernel of a decode step has 16 in its stages.
 LONG = 20_000
 
@@ -703,6 +769,7 @@ ON_GPU: dict[str, Callable[[], None]] = {
         for name, options in {
             "128": dict(head_dim=128, num_heads=8),
             "256": dict(head_dim=256, sinks=True),
+            "512": dict(head_dim=512, sinks=True),
             "int8": dict(format="int8"),
             "192": dict(head_dim=192),
             "group-of-three": dict(num_heads=3, num_kv_heads=1),
@@ -727,6 +794,9 @@ ON_GPU: dict[str, Callable[[], None]] = {
     "model-prompts-32-8": partial(with_few_programs, of_a_model(300, 32, 8)),
     "model-prompts-192": partial(with_few_programs, of_a_model(130, 16, 2, head_dim=192)),
     "model-prompts-256": partial(with_few_programs, of_a_model(130, 16, 2, head_dim=256)),
+    "model-prompts-512": partial(with_few_programs, of_a_model(130, 16, 2, head_dim=512)),
+    "part-decode": partial(check_part_on_gpu, DECODE_OF_A_PART, one_query_per_row=True),
+    "part-prompts": partial(check_part_on_gpu, PROMPTS_OF_A_PART),
     "model-prompts-window": partial(with_few_programs, of_a_model(130, 16, 2, window=300)),
     "model-int8": partial(with_few_programs, of_a_model(130, 16, 2, format="int8")),
 }
