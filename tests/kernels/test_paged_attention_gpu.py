@@ -407,10 +407,11 @@ def test_a_row_that_is_cut_does_not_depend_on_its_batch(monkeypatch):
     monkeypatch.setattr(gpu_layout, "CUT_KEYS", 128)
     # Rows of 3, 2 and no parts: in turns of one row the last turn has nothing to do.
     case = SMALL(name="", query_lens=(3, 40, 20), kv_lens=(400, 300, 100), sinks=True)
-    case = replace(case, num_heads=2, num_kv_heads=1)
+    # With padding a row's queries are at the same places of a tile as alone: some CPUs compute products by place.
+    case = replace(case, num_heads=2, num_kv_heads=1, num_padding_tokens=40)
     arguments = cases.arguments(case)
     together = run(gpu.paged_attention, arguments, interpret=interpreter())
-    TestInterpreted().compare(case, together, dense_attention(case, arguments))
+    TestInterpreted().compare(case, together[:63], dense_attention(case, arguments))
     with monkeypatch.context() as patch:
         patch.setattr(hopper, "num_sms", lambda: 1)
         patch.setattr(gpu_layout, "PARTS_BYTES", 1)
