@@ -60,16 +60,18 @@ def test_attention_compiles_and_copies_no_pool(compiled, name):
     program = compiled[name]
     ptxas = program["ptxas"]
     shape, kind = name.rsplit("-", 1)
-    in_parts = kind == "mixed" and shape not in UNCUT
-    assert len(ptxas["spilled"]) == (2 if kind == "decode" else 5 if in_parts else 3)
+    by_xla = kind == "mixed" and shape.startswith("latents")  # rows with several queries
+    in_parts = kind == "mixed" and shape not in UNCUT and not by_xla
+    assert len(ptxas["spilled"]) == (2 if kind == "decode" or by_xla else 5 if in_parts else 3)
     assert ptxas["for_hopper"] == len(ptxas["spilled"])
     assert not ptxas["waits"]  # wgmma that waits for itself
     most = SPILLED_WIDE if kind == "mixed" and shape in WIDE else paged_attention_gpu.SPILLED[kind]
     assert max(ptxas["spilled"]) <= most
     # The parts of long rows, and at head dim 96 padded queries; the pool is nearly all of the arguments. The parts of
-    # rows with few queries have bytes of their own.
+    # rows with few queries have bytes of their own. XLA has queries and their sums in other orders.
     parts = 1.1 * gpu_layout.PARTS_BYTES if in_parts else 0
-    assert program["temp_bytes"] < parts + 0.2 * program["argument_bytes"]
+    share = 0.4 if by_xla else 0.2
+    assert program["temp_bytes"] < parts + share * program["argument_bytes"]
 
 
 @pytest.mark.parametrize("kind", ["decode", "mixed"])

@@ -240,6 +240,19 @@ def test_hopper_gpus_have_a_kernel_and_a_reason_where_it_cannot_serve(
         assert choice.reason is not None and re.search(reason, choice.reason)
 
 
+@pytest.mark.parametrize(
+    ("format", "reason"),
+    [(None, None), ("int8", "layers differ in their KV heads, and the pool is int8")],
+)
+def test_hopper_s_kernels_read_parts_of_pools_in_two_bytes(format, reason, monkeypatch, good_ptxas):
+    """As Gemma 4's: layers with 8 heads of 256, and with 2 of 512."""
+    monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
+    spec = replace(spec_of_a_gpu(), num_kv_heads=8, head_dim=256, format=format)
+    heads = (Heads(share_heads(16, 2, 1), 512), Heads(share_heads(16, 8, 1), 256))
+    choice = choose(spec, HOPPER, heads=heads, table=(4, 9))
+    assert choice.name == ("hopper" if reason is None else "xla") and choice.reason == reason
+
+
 def test_an_assembler_that_miscompiles_is_a_reason(monkeypatch):
     monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
     monkeypatch.setattr(hopper, "find_ptxas", lambda: Path("/cuda/bin/ptxas"))
