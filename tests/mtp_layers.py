@@ -15,21 +15,93 @@ from torch import Tensor, nn
 from tests.eagle_heads import Target
 
 # Whose products are added to hidden states; experts are stacked in modules.
-_ADDED = ("o_proj.weight", "down_proj.weight", "down_proj")
+ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 
 
-class Layer(nn.Module):
-    """Its parameters have the names of checkpoints, without the number of the layer; those of experts are stacked."""
+class AnyLayer(nn.Module):
+    """What MTP layers of all families do."""
 
     layer_ids: tuple[int, ...] = ()  # the model's last hidden states are read, after the norm
 
     def __init__(self, target: Target):
         super().__init__()
+        torch.manual_seed(zlib.crc32(b"mtp"))
+        self.target = (target,)  # the model is no part of this module
+
+    def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Hidden states [T, E] after the norm, of the pairs of tokens [T] and hidden states [T, E]."""
+        (target,) = self.target
+        return self.of_pairs(target.embedding[tokens], hidden)
+
+    def of_pairs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """The same of embeddings [T, E]."""
+        raise NotImplementedError
+
+    def after(self, block: nn.Module, x: Tensor) -> Tensor:
+        """[T, E]: what a decoder layer makes of x [T, E], the first tokens of a sequence."""
+        (target,), length = self.target, len(x)
+        positions = torch.arange(length)[None]
+        future = torch.full((length, length), float("-inf")).triu(1)
+        return block(
+            x[None],
+            attention_mask=future[None, None],
+            position_ids=positions,
+            position_embeddings=target.model.get_decoder().rotary_emb(x[None], positions),
+        )[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        (target,) = self.target
+        return target.model.get_output_embeddings()(hidden)
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], hidden: Tensor, number: int) -> list[int]:
+        """The guesses behind n tokens. hidden: [n - 1, E] of the model, for all but the last of them."""
+        after, found = list(tokens[1:]), []
+        for _ in range(number):
+            own = self(torch.tensor(after), hidden)
+            found.append(int(self.logits(own[-1]).argmax()))
+            after.append(found[-1])
+            hidden = torch.cat([hidden, own[-1:]])
+        return found
+
+
+def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a layer with a tensor for each projection of each expert, in place of modules' stacked ones."""
+    found = {}
+    for name, x in tensors.items():
+        if name == "mlp.experts.gate_up_proj":
+            for expert, each in enumerate(x):
+                for part, rows in zip(("gate", "up"), each.chunk(2), strict=True):
+                    found[f"mlp.experts.{expert}.{part}_proj.weight"] = rows
+        elif name == "mlp.experts.down_proj":
+            for expert, each in enumerate(x):
+                found[f"mlp.experts.{expert}.down_proj.weight"] = each
+        else:
+            found[name] = x
+    return found
+
+
+def add_to(folder: Path, tensors: dict[str, Tensor], option: str) -> Path:
+    """Write tensors of an MTP layer into the checkpoint of its model. option: of config.json, or of its part about
+    text, which becomes 1.
+    """
+    file, config = folder / "model.safetensors", folder / "config.json"
+    added = {name: x.detach().clone() for name, x in tensors.items()}
+    save_file(load_file(file) | added, file, metadata={"format": "pt"})
+    values = json.loads(config.read_text())
+    values.get("text_config", values)[option] = 1
+    config.write_text(json.dumps(values))
+    return folder
+
+
+class Layer(AnyLayer):
+    """Its parameters have the names of checkpoints, without the number of the layer; those of experts are stacked."""
+
+    def __init__(self, target: Target):
+        super().__init__(target)
         model, decoder = target.model, target.model.get_decoder()
         config, size = model.config, model.config.hidden_size
-        torch.manual_seed(zlib.crc32(b"mtp"))
-        # The model is no part of this module.
-        self.target, self.number = (target,), config.num_hidden_layers
+        self.number = config.num_hidden_layers
         # GLM-4.7-Flash has one for each layer.
         if hasattr(config, "mlp_layer_types"):
             config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
@@ -49,41 +121,11 @@ class Layer(nn.Module):
                     parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
             self.block.mlp.gate.e_score_correction_bias.normal_(0, 0.3)
 
-    def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Hidden states [T, E] after the norm, of the pairs of tokens [T] and hidden states [T, E]."""
-        (target,) = self.target
-        return self.of_pairs(target.embedding[tokens], hidden)
-
     def of_pairs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """The same of embeddings [T, E]."""
-        (target,), length = self.target, len(embeds)
         # vLLM masks that of position 0.
         embeds = torch.cat([torch.zeros_like(embeds[:1]), embeds[1:]])
-        x = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))[None]
-        positions = torch.arange(length)[None]
-        future = torch.full((length, length), float("-inf")).triu(1)
-        x = self.block(
-            x,
-            attention_mask=future[None, None],
-            position_ids=positions,
-            position_embeddings=target.model.get_decoder().rotary_emb(x, positions),
-        )
-        return self.norm(x)[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        (target,) = self.target
-        return target.model.get_output_embeddings()(hidden)
-
-    @torch.no_grad()
-    def drafts(self, tokens: list[int], hidden: Tensor, number: int) -> list[int]:
-        """The guesses behind n tokens. hidden: [n - 1, E] of the model, for all but the last of them."""
-        after, found = list(tokens[1:]), []
-        for _ in range(number):
-            own = self(torch.tensor(after), hidden)
-            found.append(int(self.logits(own[-1]).argmax()))
-            after.append(found[-1])
-            hidden = torch.cat([hidden, own[-1:]])
-        return found
+        x = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
+        return self.norm(self.after(self.block, x))
 
     def tensors(self, *, copies: bool = True) -> dict[str, Tensor]:
         """By name in checkpoints, with copies of the model's embedding and LM head, as most have them, or without."""
@@ -95,25 +137,12 @@ class Layer(nn.Module):
         if copies:
             found["embed_tokens.weight"] = target.embedding
             found["shared_head.head.weight"] = target.model.get_output_embeddings().weight
-        for name, x in self.block.state_dict().items():
-            if name == "mlp.experts.gate_up_proj":
-                for expert, each in enumerate(x):
-                    for part, rows in zip(("gate", "up"), each.chunk(2), strict=True):
-                        found[f"mlp.experts.{expert}.{part}_proj.weight"] = rows
-            elif name == "mlp.experts.down_proj":
-                for expert, each in enumerate(x):
-                    found[f"mlp.experts.{expert}.down_proj.weight"] = each
-            else:
-                found[name] = x
-        return {f"model.layers.{self.number}.{k}": x.detach().clone() for k, x in found.items()}
+        found |= one_by_one(self.block.state_dict())
+        return {f"model.layers.{self.number}.{name}": x for name, x in found.items()}
 
     def add_to(self, folder: Path, *, copies: bool = True) -> Path:
         """Write the layer into the checkpoint of its model."""
-        file, config = folder / "model.safetensors", folder / "config.json"
-        save_file(load_file(file) | self.tensors(copies=copies), file, metadata={"format": "pt"})
-        values = json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}
-        config.write_text(json.dumps(values))
-        return folder
+        return add_to(folder, self.tensors(copies=copies), "num_nextn_predict_layers")
 
     @torch.no_grad()
     def tame(self) -> Layer:
@@ -124,7 +153,7 @@ class Layer(nn.Module):
         self.enorm.weight.fill_(1)
         self.norm.weight.copy_(target.model.get_decoder().norm.weight)
         for name, parameter in self.block.named_parameters():
-            if name.endswith(_ADDED):
+            if name.endswith(ADDED):
                 parameter.mul_(0.02)
         return self
 
@@ -134,7 +163,7 @@ def tame(folder: Path) -> Path:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for name, x in tensors.items():
-        if name.endswith(_ADDED):
+        if name.endswith(ADDED):
             x.mul_(0.01)
     save_file(tensors, file, metadata={"format": "pt"})
     return folder

@@ -276,7 +276,13 @@ def test_prompt_lookup_has_the_names_that_it_has_in_vllm(names):
     assert config.with_local_files() is config
 
 
-@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"),
+        *("qwen3_next_mtp", "qwen3_5_mtp"),
+    ],
+)
 def test_an_mtp_layer_comes_with_the_model_or_another_one(method, tmp_path):
     """Under its older names in vLLM too."""
     config = SpeculativeConfig(num_speculative_tokens=1, method=method)

@@ -1,5 +1,6 @@
 """Multi-token prediction: the layer behind the last one of a checkpoint, which guesses the token after the next one
-(DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `DeepSeekMTP`, SGLang's `DeepseekModelNextN`).
+(DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `DeepSeekMTP`, SGLang's `DeepseekModelNextN`). Which families have
+one says `mtp_families`; those of Qwen are in `qwen_mtp`.
 
 Like heads of EAGLE (see `models.eagle`) it reads pairs of an embedding and a hidden state. The model's are taken after
 its final norm. Where there are none yet, the layer's own take their place, after the norm of its `shared_head`, as its
@@ -9,9 +10,9 @@ head are the model's; checkpoints have copies of both in the layer.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,6 @@ from jaxpage.models.sources import Place, layer_of, separate_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-# Of models whose checkpoints may have such a layer.
-_ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 
 _COPIES = ("embed_tokens.", "shared_head.head.")
 
@@ -72,18 +70,19 @@ class MTPLayer(DecoderLayer):
 
 
 class _Decoder(nnx.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, layer: Callable[[ModelConfig], Any]):
         assert config.eagle is not None
         # By its number, so that parameters have their names in the checkpoint, which its quantization_config knows.
-        self.layers = nnx.Dict({str(config.eagle.mtp_layer): MTPLayer(config)})
+        self.layers = nnx.Dict({str(config.eagle.mtp_layer): layer(config)})
 
 
 class MTPHead(CausalLM):
     """The MTP layer of a checkpoint as a head, see `eagle.FirstEagleHead`."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, *, layer: Callable[[ModelConfig], Any] = MTPLayer):
+        """layer: makes the layer, with a method like `MTPLayer.guess`."""
         self.config = config
-        self.model = _Decoder(config)
+        self.model = _Decoder(config, layer)
         self.lm_head = None
 
     def features(self, hidden: jax.Array) -> jax.Array:
@@ -95,14 +94,17 @@ class MTPHead(CausalLM):
     ) -> tuple[jax.Array, jax.Array]:
         """As `eagle3.EagleHead.propose`; hidden states and features are the same."""
         assert embeds is not None
-        # As in vLLM: the first pair of a sequence has no embedding.
-        embeds = jnp.where(inputs.positions[:, None] == 0, 0, embeds)
+        embeds = self.embeds_of_pairs(inputs, embeds)
         rope = self.config.ropes[0]
         arrays = rope.arrays(inputs.positions, features.dtype, three=False)
         rotation = Rotation(*arrays, rotate=inputs.rotate)
         (layer,) = self.model.layers.values()
         x = layer.guess(embeds, features, rotation, inputs.attention, inputs.is_token)
         return x, x
+
+    def embeds_of_pairs(self, inputs: ForwardInput, embeds: jax.Array) -> jax.Array:
+        """[T, E]: the embeddings that the layer reads. As in vLLM, the first pair of a sequence has none."""
+        return jnp.where(inputs.positions[:, None] == 0, 0, embeds)
 
 
 def mtp_config(
@@ -113,30 +115,16 @@ def mtp_config(
     tensors: the names in the checkpoint; None if there is none. Of several such layers it is the first, as in vLLM.
     Raises ValueError if there is none, or if it is of another model.
     """
-    if target.architecture not in _ARCHITECTURES or target.experts is None:
+    if target.experts is None:
         raise ValueError(
-            f'method "mtp" is for {", ".join(_ARCHITECTURES)} with experts, and the model is {target.architecture}'
+            f'method "mtp" is for models with experts, and the model is {target.architecture} without: check '
+            "first_k_dense_replace in config.json"
         )
-    architecture = (hf.architectures or ["?"])[0]
-    layer = getattr(hf, "num_hidden_layers", None)
-    if (architecture, layer) != (target.architecture, target.num_layers):
-        raise ValueError(
-            f"{architecture} with {layer} layers is another model than {target.architecture} with {target.num_layers}, "
-            "and has no MTP layer for it; leave model out to take the layer of the model's own checkpoint"
-        )
-    number = getattr(hf, "num_nextn_predict_layers", None)
-    if type(number) is not int or number < 1:
-        raise ValueError(
-            f"the checkpoint of {architecture} has no MTP layer: num_nextn_predict_layers is {number!r} in config.json"
-        )
+    check_same_model(hf, hf, target)
     # Of a norm, which no format of quantised weights renames.
     name = f"model.layers.{target.num_layers}.enorm.weight"
-    if tensors is not None and name not in tensors:
-        raise ValueError(
-            f"the checkpoint of {architecture} has no MTP layer: it lacks {name}, although num_nextn_predict_layers is "
-            f"{number} in config.json. Some converters drop the layer: take the original, as model of "
-            "speculative_config too"
-        )
+    option = "num_nextn_predict_layers"
+    check_layer(target, (option, getattr(hf, option, None)), name, tensors)
     return replace(
         target,
         num_layers=1,
@@ -152,8 +140,52 @@ def mtp_config(
     )
 
 
-def mtp_name(layer: int, name: str) -> str | None:
+def check_same_model(hf: PretrainedConfig, text: PretrainedConfig, target: ModelConfig) -> None:
+    """Raise ValueError if the checkpoint with the config.json `hf`, whose part about text is `text`, is of another
+    model than `target`.
+    """
+    architecture = (hf.architectures or ["?"])[0]
+    found = _without_kind(architecture), getattr(text, "num_hidden_layers", None)
+    if found != (_without_kind(target.architecture), target.num_layers):
+        raise ValueError(
+            f"{architecture} with {found[1]} layers is another model than {target.architecture} with "
+            f"{target.num_layers}, and has no MTP layer for it; leave model out to take the layer of the model's own "
+            "checkpoint"
+        )
+
+
+def _without_kind(architecture: str) -> str:
+    """The same for checkpoints with pictures and their text parts alone."""
+    return architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+
+
+def check_layer(
+    target: ModelConfig,
+    given: tuple[str, object] | None,
+    name: str,
+    tensors: Collection[str] | None,
+) -> None:
+    """Raise ValueError if a checkpoint of the model has no MTP layer. given: the option in config.json that says how
+    many it has, and its value, if there is one; name: of a tensor of the layer; tensors: the names of all, None if
+    there are none.
+    """
+    what, although = f"the checkpoint of {target.architecture} has no MTP layer", ""
+    if given is not None:
+        option, number = given
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{what}: {option} is {number!r} in config.json")
+        although = f", although {option} is {number} in config.json"
+    if tensors is not None and name not in tensors:
+        raise ValueError(
+            f"{what}: it lacks {name}{although}. Some converters drop the layer: take the original, as model of "
+            "speculative_config too"
+        )
+
+
+def mtp_name(config: ModelConfig, name: str) -> str | None:
     """The name of a tensor, which is ours too, if it is of the MTP layer and no copy of the model's; else None."""
+    assert config.eagle is not None
+    layer = config.eagle.mtp_layer
     inner = name.removeprefix(f"model.layers.{layer}.")
     return None if layer_of(name) != layer or inner.startswith(_COPIES) else name
 

@@ -64,7 +64,7 @@ from jaxpage.models.mixtures import (
     qwen2_moe_config,
     qwen3_moe_config,
 )
-from jaxpage.models.mtp import mtp_experts, mtp_name
+from jaxpage.models.mtp_families import mtp_family
 from jaxpage.models.nemotron_h import (
     nemotron_h,
     nemotron_h_config,
@@ -370,8 +370,9 @@ def naming_of(config: ModelConfig) -> Naming:
 
 def _family_of(config: ModelConfig) -> Family:
     if config.eagle is not None:
-        if (layer := config.eagle.mtp_layer) is not None:
-            return Family(weight_map=mtp_experts, tensor_name=partial(mtp_name, layer))
+        if config.eagle.mtp_layer is not None:
+            layer = mtp_family(config)
+            return Family(weight_map=layer.weight_map, tensor_name=partial(layer.name, config))
         return _EAGLE_3 if config.eagle.has_head else _EAGLE
     found = REGISTRY[config.architecture]
     return found.text_only or found if config.vision is None else found

@@ -15,7 +15,7 @@ from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.eagle import FirstEagleHead, eagle_config
 from jaxpage.models.eagle3 import MAP, EagleHead, check_map, eagle3_config, eagle3_name
-from jaxpage.models.mtp import MTPHead, mtp_config
+from jaxpage.models.mtp_families import mtp_family
 from jaxpage.weights.abstract import with_own_quantization
 from jaxpage.weights.load import quantization_config_of
 from jaxpage.weights.orbax import find_tree
@@ -67,7 +67,8 @@ def abstract_mtp_layer(
 
     Raises ValueError for a checkpoint without one, and for what is not supported.
     """
-    head = MTPHead(mtp_config(hf_config, target, tensors=_tensors(config.model)))
+    family = mtp_family(target)
+    head = family.head(family.config(hf_config, target, tensors=_tensors(config.model)))
     if find_tree(config.model) is not None:
         raise ValueError(
             f"{config.model} is an Orbax checkpoint, and MTP layers are read from safetensors only; give a checkpoint "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxpage.weights.load import load
 from jaxpage.weights.spec import specs
 from tests import checkpoints, mixtures, picture_models
 from tests.eagle_heads import Target
-from tests.mtp_layers import Layer
+from tests.mtp_layers import AnyLayer, Layer
 from tests.quantized_checkpoints import FORMATS, write, write_float
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
@@ -61,7 +62,7 @@ def proposed(head: MTPHead, size: int) -> np.ndarray:
     return np.asarray(states)
 
 
-def torch_proposed(layer: Layer, size: int) -> np.ndarray:
+def torch_proposed(layer: AnyLayer, size: int) -> np.ndarray:
     embeds, hidden = np.random.default_rng(0).normal(size=(2, 7, size)).astype(np.float32)
     with torch.no_grad():
         return layer.of_pairs(torch.tensor(embeds), torch.tensor(hidden)).numpy()
@@ -223,5 +224,7 @@ def test_a_damaged_layer_is_said_to_be_the_layers(tmp_path):
         ("lm_head.weight", False),
     ],
 )
-def test_names_of_tensors(theirs, is_used):
-    assert mtp_name(61, theirs) == (theirs if is_used else None)
+def test_names_of_tensors(theirs, is_used, path):
+    config = spec_of(path).models[1].model.config
+    config = replace(config, eagle=replace(config.eagle, mtp_layer=61))
+    assert mtp_name(config, theirs) == (theirs if is_used else None)

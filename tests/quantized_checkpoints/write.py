@@ -30,8 +30,8 @@ def write(
     """Write the float checkpoint in `source`, quantised, to the folder `target`; return the dequantised weights.
 
     They are float32 arrays of all tensors under the names of `source`, with the values that `target` has. Quantised
-    are the matrices of decoder layers, and lm_head, but for layers in `ignore`: names, or dotted parts of names, or
-    "re:" and a regular expression for the beginning of one; the config has them as they are. Routers are only with
+    are the matrices of decoder layers, lm_head and mtp.fc, but for layers in `ignore`: names, or dotted parts of names,
+    or "re:" and a regular expression for the beginning of one; the config has them as they are. Routers are only with
     `routers`. `dtype` is that of all other tensors, if not the format's own. With several `shards`, files, what
     belongs to one layer may be in different ones.
     """
@@ -104,7 +104,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Array], shards: int) -> N
 
 
 def _is_matrix(name: str, array: Array) -> bool:
-    known = ".layers." in name or name == "lm_head.weight"
+    known = ".layers." in name or name in ("lm_head.weight", "mtp.fc.weight")
     return known and array.ndim == 2 and name.endswith(".weight")
 
 
