@@ -17,6 +17,7 @@ from jaxpage.device import Device
 from jaxpage.models.config import ModelConfig, RecurrentLayers
 from jaxpage.ops import state_kernel
 from jaxpage.ops.implementations import Choice
+from jaxpage.ops.packed_delta_rule import MOST_DRAFTS
 
 # Of a device's memory:
 _MOST_STATES = 0.2  # for the states of sequences
@@ -34,27 +35,22 @@ def with_recurrent_state(
     """The config for such a model: if the user set no `max_num_seqs` (num_seqs) it has only as many sequences as have
     their states in a part of the memory, `device_bytes` on each device. Others are unchanged.
 
-    Raises ValueError for what needs earlier states, or states outside the device.
+    Raises ValueError for what needs states outside the device, and for more drafts than `MOST_DRAFTS`.
     """
     if model.recurrent is None:
         return config
-    reasons = {
-        "speculative_config": (
-            config.speculative_config is not None,
-            "wrong drafts would have to be taken back from the state",
-        ),
-        f"swap_space={config.swap_space}": (
-            config.swap_space > 0,
-            "the state stays on the device, and preempted sequences are computed again",
-        ),
-    }
-    for option, (is_given, why) in reasons.items():
-        if is_given:
-            raise ValueError(
-                f"{option} is not for {model.architecture}, whose layers have a recurrent state: {why}; leave it out"
-            )
+    if config.swap_space > 0:
+        raise ValueError(
+            f"swap_space={config.swap_space} is not for {model.architecture}, whose layers have a recurrent state: it "
+            "stays on the device, and preempted sequences are computed again; leave it out"
+        )
+    if config.num_drafts > MOST_DRAFTS:
+        raise ValueError(
+            f"num_speculative_tokens={config.num_drafts} of speculative_config is too many for {model.architecture}, "
+            f"whose layers have a recurrent state: at most {MOST_DRAFTS}"
+        )
     if num_seqs is None:
-        fitting = _num_fitting(_MOST_STATES, model, device_bytes, num_devices)
+        fitting = _num_fitting(_MOST_STATES, config, model, device_bytes, num_devices)
         num_seqs = min(config.max_num_seqs, fitting)
     return replace(config, max_num_seqs=num_seqs)
 
@@ -67,7 +63,7 @@ def num_cached_states(
     """
     if model.recurrent is None or not config.enable_prefix_caching:
         return 0
-    fitting = _num_fitting(_MOST_CACHED, model, device_bytes, num_devices)
+    fitting = _num_fitting(_MOST_CACHED, config, model, device_bytes, num_devices)
     return min(fitting, 2 * config.max_num_seqs)
 
 
@@ -82,7 +78,9 @@ def choose_kernel(model: ModelConfig, device: Device, *, num_devices: int) -> Ch
     return state_kernel.choose((share, *others), sizes.values_per_key, device, is_mamba=is_mamba)
 
 
-def _num_fitting(part: float, model: ModelConfig, device_bytes: int, num_devices: int) -> int:
+def _num_fitting(
+    part: float, config: ResolvedConfig, model: ModelConfig, device_bytes: int, num_devices: int
+) -> int:
     """How many states have room in a part of the memory of each device: the largest power of two, at least 1. So hosts
     with a little more or less memory have the same number.
     """
@@ -90,12 +88,13 @@ def _num_fitting(part: float, model: ModelConfig, device_bytes: int, num_devices
     # See `runner.recurrence.recurrent_axes`.
     shares = 1 if model.recurrent.num_key_heads % num_devices else num_devices
     most = int(part * device_bytes) * shares
-    fitting = max(most // sequence_bytes(model.recurrent, model.dtype), 1)
-    return 1 << fitting.bit_length() - 1
+    size = sequence_bytes(model.recurrent, model.dtype, num_drafts=config.num_drafts)
+    return 1 << max(most // size, 1).bit_length() - 1
 
 
-def sequence_bytes(sizes: RecurrentLayers, dtype: DTypeLike) -> int:
-    """Bytes of the state of one sequence in all layers."""
+def sequence_bytes(sizes: RecurrentLayers, dtype: DTypeLike, *, num_drafts: int) -> int:
+    """Bytes of the state of one sequence in all layers, with what is kept of its drafts."""
     state = 4 * sizes.num_value_heads * sizes.key_dim * sizes.value_dim
-    inputs = jnp.dtype(dtype).itemsize * (sizes.num_taps - 1) * sizes.num_channels
-    return len(sizes.layers) * (state + inputs)
+    num_inputs = sizes.num_taps - 1 + num_drafts
+    inputs = jnp.dtype(dtype).itemsize * num_inputs * sizes.num_channels
+    return len(sizes.layers) * (state + inputs + 4 * num_drafts * sizes.num_changes)

@@ -126,7 +126,7 @@ def recurrent_state_line(spec: EngineSpec) -> str:
     """Of running sequences and of the prefix cache, with their bytes on all devices, and what changes them."""
     model, number = spec.model.config, spec.config.max_num_seqs
     assert model.recurrent is not None
-    size = sequence_bytes(model.recurrent, model.dtype)
+    size = sequence_bytes(model.recurrent, model.dtype, num_drafts=spec.config.num_drafts)
     num_cached = spec.step_spec.num_cached_states
     cached = f"{_short(num_cached * size)}B for {num_cached} in the" if num_cached else "no"
     choice = _choice_of_kernel(spec)

@@ -449,7 +449,8 @@ class FakeRunner:
     With `sends_plans` a plan arrives pickled. `fail_launch` and `fail_collect` hold numbers of
     launches that raise RuntimeError: at once and without having changed anything, or when they are
     collected, after they wrote garbage. With `whole_pictures` no row may end within a picture.
-    `num_states`: of a model with a recurrent state, the slots of all states. The state after a token is its digest.
+    `num_states`: of a model with a recurrent state, the slots of all states. The state after a token is its digest; in a
+    slot there are the states after a row's last known token and after each of its drafts.
     """
 
     num_top_logprobs = 8
@@ -467,7 +468,8 @@ class FakeRunner:
         whole_pictures: bool = False,
         num_states: int = 0,
     ):
-        self._states: dict[int, int] | None = {} if num_states else None
+        # slot -> (number of tokens, the digests of the last of them and of drafts behind it)
+        self._states: dict[int, tuple[int, list[int]]] | None = {} if num_states else None
         self._num_states = num_states
         self.sends_plans = sends_plans
         self.whole_pictures = whole_pictures
@@ -722,17 +724,23 @@ class FakeRunner:
         self._states[destination] = self._states[source]
 
     def _advance_states(
-        self, plan: StepPlan, live: list[int], step: int, states: dict[int, int]
+        self, plan: StepPlan, live: list[int], step: int, states: dict[int, tuple[int, list[int]]]
     ) -> None:
         for row in live:
             slot_id, count, start = plan.slots[row], plan.num_tokens[row], plan.starts[row] + step
             digests = self._slots[slot_id].digests
             if count == 0 and row < plan.num_rows - plan.num_late_rows:
                 states[slot_id] = states[plan.slots[row - 1]]
+            num_drafts = plan.num_drafts.get(row, 0)
             if count and start and not self._broken:
-                assert states[slot_id] == digests[start - 1], f"{row=} has the state of others"
+                length, found = states[slot_id]
+                assert found[start - length] == digests[start - 1], f"{row=} has the state of others"
+                # The device has room for accepted drafts before one known token.
+                assert start == length or count == 1 + num_drafts
             if count:
-                states[slot_id] = -1 if self._broken else digests[start + count - 1]
+                end = start + count
+                new = digests[end - num_drafts - 1 : end]
+                states[slot_id] = (end - num_drafts, [-1] if self._broken else new)
 
     def _verify(self, plan: StepPlan, row: int, drafts: list[int], result: StepResult) -> None:
         slot = self._slots[plan.slots[row]]

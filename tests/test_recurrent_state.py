@@ -130,14 +130,14 @@ def test_a_device_s_kernel_serves_its_steps_and_the_log_says_so(folder, can_comp
     ("options", "complaint"),
     [
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative_config is not for Qwen3_5ForCausalLM.*taken back",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 32}},
+            "num_speculative_tokens=32 of .* too many for Qwen3_5ForCausalLM.*at most 31",
         ),
         ({"swap_space": 1}, r"swap_space=1.* is not for Qwen3_5ForCausalLM.*computed again"),
         ({"numerics": "strict"}, "not for models with a recurrent state"),
     ],
 )
-def test_what_needs_earlier_states_is_refused(options, complaint, folder):
+def test_what_is_not_for_such_models_is_refused(options, complaint, folder):
     with pytest.raises(ValueError, match=complaint):
         spec_of(folder, **options)
 

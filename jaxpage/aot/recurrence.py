@@ -27,7 +27,8 @@ def numbers_of_recurrence(spec: EngineSpec) -> dict[str, int] | None:
         return None
     shares, layers = _shares(spec, sizes), len(sizes.layers)
     return {
-        "sequence_bytes": sequence_bytes(sizes, model.dtype) // shares,
+        "sequence_bytes": sequence_bytes(sizes, model.dtype, num_drafts=spec.config.num_drafts)
+        // shares,
         "num_cached": spec.step_spec.num_cached_states,
         "flops_per_token": layers * flops_of_a_token(sizes) // shares,
         "flops_in_prompts": layers * flops_in_a_chunk(sizes) // shares,

@@ -158,6 +158,12 @@ class RecurrentLayers:
         """Of the convolution."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
+    @property
+    def num_changes(self) -> int:
+        """How many numbers of a token change the state: its keys, values and gates, see `ops.delta_rule`."""
+        gates = 2 if self.mamba is None else 1
+        return self.num_key_heads * self.key_dim + self.num_value_heads * (self.value_dim + gates)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions:

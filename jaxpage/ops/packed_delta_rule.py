@@ -2,14 +2,15 @@
 kernel's that was chosen, see `state_kernel`; longer ones a kernel's on TPUs where that can serve, else XLA's.
 
 Tokens are divided into windows of CHUNK, wherever rows begin and end, and a row has a part in each window that it
-reaches into. Rows of one token need no window.
+reaches into. Rows of one token need no window. Rows with drafts have one each, see `_with_drafts`.
 
-Letters: Q slots, R rows, T tokens, W windows; the others, behind `...`, as in `pallas_kernels/delta_rule/reference.py`
-or `mamba2/reference.py`.
+Letters: Q slots, R rows, T tokens, W windows, K most drafts of a row; the others, behind `...`, as in
+`pallas_kernels/delta_rule/reference.py` or `mamba2/reference.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ from pallas_kernels.lists import expand
 from pallas_kernels.mamba2 import tpu_windows as mamba2_windows
 
 _TOGETHER = 8  # rows of one token, in steps with longer ones
+_SMALLEST_WINDOW = 8  # a TPU's registers have eight rows
+MOST_DRAFTS = (CHUNK - 1) // 2  # of a row in a step, so that those of two steps and a token fit in a chunk
 
 
 class StateRows(NamedTuple):
@@ -39,38 +42,62 @@ class StateRows(NamedTuple):
     begins: jax.Array  # bool[R]: its tokens are the first of the sequence
     parents: jax.Array  # int32[R]: the row itself, or the one before it that a sibling continues
     is_sibling: jax.Array  # bool[R]: it has no tokens, and gets the state of its parent
+    num_drafts: jax.Array  # int32[R]: how many of its last tokens are drafts
+    num_accepted: jax.Array  # int32[R]: drafts of the step before that were accepted; its first token is behind them
+
+    @property
+    def has_drafts(self) -> jax.Array:
+        """bool[R]: it has drafts, or the step before had some that were accepted."""
+        return self.is_live & ((self.num_drafts > 0) | (self.num_accepted > 0))
 
 
 def of_packed_tokens(
-    field: jax.Array, tokens: AnyTokens, rows: StateRows, *, kernel: str | None
+    field: jax.Array,
+    tokens: AnyTokens,
+    rows: StateRows,
+    *,
+    kernel: str | None,
+    drafts: AnyTokens | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`field` [Q, ...] with the state after each row, and the outputs float32[T, ...].
+    """`field` [Q, ...] with the state after each row's last token that is no draft, and the outputs float32[T, ...].
 
-    kernel: for rows of one token, a result of `state_kernel.choose`.
+    kernel: for rows of one token, a result of `state_kernel.choose`. drafts: [R, K, ...], those of the step before, of
+    which queries mean nothing; None: the engine has none.
     """
-    field, out = _by_windows(field, tokens, rows)
-    is_single = rows.is_live & (rows.num_tokens == 1)
+    is_other = rows.is_live if drafts is None else rows.is_live & ~rows.has_drafts
+    field, out = _by_windows(field, tokens, rows, is_other & (rows.num_tokens > 1))
     options = {"together": _TOGETHER, "kernel": kernel}
+    is_single = is_other & (rows.num_tokens == 1)
     field, out = _singles(field, out, tokens, rows, is_single, **options)
+    if drafts is not None:
+        field, out = _with_drafts(field, out, tokens, drafts, rows)
     return _to_siblings(field, rows), out
 
 
 def of_single_tokens(
-    field: jax.Array, tokens: AnyTokens, rows: StateRows, *, kernel: str | None
+    field: jax.Array,
+    tokens: AnyTokens,
+    rows: StateRows,
+    *,
+    kernel: str | None,
+    drafts: AnyTokens | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The same for rows that all have one token."""
     out = jnp.zeros_like(tokens.v)
+    is_other = rows.is_live if drafts is None else rows.is_live & ~rows.has_drafts
     options = {"together": rows.slots.size, "kernel": kernel}
-    return _singles(field, out, tokens, rows, rows.is_live, **options)
+    field, out = _singles(field, out, tokens, rows, is_other, **options)
+    if drafts is not None:
+        field, out = _with_drafts(field, out, tokens, drafts, rows)
+    return field, out
 
 
 def _by_windows(
-    field: jax.Array, tokens: AnyTokens, rows: StateRows
+    field: jax.Array, tokens: AnyTokens, rows: StateRows, is_several: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The rows of several tokens; zeros for the outputs of others."""
     num_tokens = tokens.q.shape[0]
     num_windows = -(-num_tokens // CHUNK)
-    is_several = rows.is_live & (rows.num_tokens > 1)
     place = jnp.arange(num_windows * CHUNK, dtype=jnp.int32)
     row_of = jnp.searchsorted(
         rows.first + rows.num_tokens, place, side="right", method="compare_all"
@@ -90,14 +117,24 @@ def _by_windows(
     row, numbers, total = expand(num_parts, num_windows + rows.slots.size)
     window = jnp.minimum(rows.first[row] // CHUNK + numbers, num_windows - 1)
     exists = jnp.arange(row.size) < total[0]
+    last = jnp.minimum(end[row] - window * CHUNK, CHUNK)
     parts = Parts(
         window=window,
         first=jnp.maximum(rows.first[row] - window * CHUNK, 0),
-        end=jnp.minimum(end[row] - window * CHUNK, CHUNK),
+        end=last,
+        kept_end=last,
         slots=jnp.where(exists, rows.slots[row], NULL_SLOT),
         is_first=numbers == 0,
         begins=rows.begins[row],
     )
+    field, out = _windows_kernel(field, tokens)(field, windows, parts, total[0])
+    counts = jnp.expand_dims(counts, range(1, tokens.v.ndim))
+    out = jnp.where(counts, out.reshape(-1, *tokens.v.shape[1:]), 0.0)
+    return field, out[:num_tokens]
+
+
+def _windows_kernel(field: jax.Array, tokens: AnyTokens) -> Callable:
+    """`reference.by_windows` for these states and tokens."""
     by_xla = partial(xla.by_windows, rule=rule_of(tokens))
     if isinstance(tokens, Tokens):
         reason, kernel = tpu_windows.unsupported_reason(field), tpu_windows.by_windows
@@ -106,10 +143,43 @@ def _by_windows(
         reason = mamba2_windows.unsupported_reason(field, num_values)
         kernel = mamba2_windows.by_windows
     kernel = by_xla if reason else kernel
-    field, out = lax.platform_dependent(field, windows, parts, total[0], tpu=kernel, default=by_xla)
-    counts = jnp.expand_dims(counts, range(1, tokens.v.ndim))
-    out = jnp.where(counts, out.reshape(-1, *tokens.v.shape[1:]), 0.0)
-    return field, out[:num_tokens]
+    return partial(lax.platform_dependent, tpu=kernel, default=by_xla)
+
+
+def _with_drafts(
+    field: jax.Array, out: jax.Array, tokens: AnyTokens, drafts: AnyTokens, rows: StateRows
+) -> tuple[jax.Array, jax.Array]:
+    """The rows that `has_drafts`. The window of each has accepted drafts of the step before, which the state is not of yet,
+    then the row's tokens. At most 1 + K of a row are.
+    """
+    num_tokens, most = tokens.k.shape[0], drafts.k.shape[1]
+    size = max(1 << (2 * most).bit_length(), _SMALLEST_WINDOW)
+    order, number = chosen_first(rows.has_drafts)
+    exists = jnp.arange(order.size) < number
+    row = jax.tree.map(lambda x: x[order], rows)
+    place = jnp.arange(size, dtype=jnp.int32)[None] - row.num_accepted[:, None]
+    counts = exists[:, None] & (place < row.num_tokens[:, None])
+    at = jnp.clip(row.first[:, None] + place, 0, num_tokens - 1)
+
+    def by_window(packed: jax.Array, earlier: jax.Array) -> jax.Array:
+        """[R, size, ...]"""
+        earlier = jnp.pad(earlier[order], [(0, 0), (0, size - most), *[(0, 0)] * (packed.ndim - 1)])
+        axes = range(2, packed.ndim + 1)
+        x = jnp.where(jnp.expand_dims(place < 0, axes), earlier, packed[at])
+        return jnp.where(jnp.expand_dims(counts, axes), x, 0.0)
+
+    windows, end = jax.tree.map(by_window, tokens, drafts), row.num_accepted + row.num_tokens
+    parts = Parts(
+        window=jnp.arange(order.size, dtype=jnp.int32),
+        first=jnp.zeros_like(end),
+        end=end,
+        kept_end=end - row.num_drafts,
+        slots=jnp.where(exists, row.slots, NULL_SLOT),
+        is_first=jnp.ones_like(exists),
+        begins=row.begins,
+    )
+    field, new = _windows_kernel(field, tokens)(field, windows, parts, number)
+    return field, out.at[jnp.where(counts & (place >= 0), at, num_tokens)].set(new, mode="drop")
 
 
 def _singles(

@@ -4,8 +4,12 @@ A row's tokens begin where the step before ended, so each step reads the state o
 sequence starts, and starts again after preemption, with zeros, or with a copy of a state in the prefix cache, which has
 slots behind those of requests. A sibling row has no tokens: it gets a copy of the state after the row before it.
 
-Letters: Q slots of requests and of the prefix cache, R rows, T packed tokens, C channels of a convolution, N, J, D, F,
-W as in `models.config.RecurrentLayers`.
+Drafts do not change a state, since those that turn out to be wrong could not be taken back. What they would change is
+kept beside it; the sequence's next row has a position, so the device knows how many were accepted, and begins with
+them.
+
+Letters: Q slots of requests and of the prefix cache, R rows, T packed tokens, C channels of a convolution, K most
+drafts of a row, N, J, D, F, W as in `models.config.RecurrentLayers`.
 """
 
 from __future__ import annotations
@@ -32,24 +36,35 @@ from jaxpage.runner.kept_rows import put_rows, words_of
 from jaxpage.runner.layout import Layout
 from jaxpage.sampling.fields import RequestState
 
+# Names of a layer's fields.
 _PREFIXES = ("convolution_", "recurrent_state_")
-_INPUTS, _STATE = (prefix + "{}" for prefix in _PREFIXES)  # names of a layer's fields
+_INPUTS, _STATE = (prefix + "{}" for prefix in _PREFIXES)
+_DRAFTS = "recurrent_drafts_{}"
+_LENGTH = "recurrent_length"  # of engines with drafts: int32[Q], how many tokens the state is of
 
 
-def recurrent_fields(sizes: RecurrentLayers, num_slots: int, dtype: DTypeLike) -> RequestState:
-    """The fields of all slots, for models that compute in `dtype`."""
+def recurrent_fields(
+    sizes: RecurrentLayers, num_slots: int, dtype: DTypeLike, *, num_drafts: int = 0
+) -> RequestState:
+    """The fields of all slots, for models that compute in `dtype`. num_drafts: K."""
     # Two axes: XLA would store three or so inputs in the eight rows of a TPU's registers.
-    inputs = (num_slots, (sizes.num_taps - 1) * sizes.num_channels)
+    inputs = (num_slots, (sizes.num_taps - 1 + num_drafts) * sizes.num_channels)
     state = (num_slots, *sizes.state_shape)
-    of_inputs = {_INPUTS.format(i): jnp.zeros(inputs, words_of(dtype)) for i in sizes.layers}
-    return of_inputs | {_STATE.format(i): jnp.zeros(state, jnp.float32) for i in sizes.layers}
+    fields = {_INPUTS.format(i): jnp.zeros(inputs, words_of(dtype)) for i in sizes.layers}
+    fields |= {_STATE.format(i): jnp.zeros(state, jnp.float32) for i in sizes.layers}
+    if num_drafts:
+        drafts = (num_slots, num_drafts * sizes.num_changes)
+        fields |= {_DRAFTS.format(i): jnp.zeros(drafts, jnp.float32) for i in sizes.layers}
+        fields[_LENGTH] = jnp.zeros(num_slots, jnp.int32)
+    return fields
 
 
 def recurrent_axes(sizes: RecurrentLayers | None, num_devices: int) -> dict[str, tuple[str, ...]]:
     """The logical axes of these fields, see `parallel.sharding`; none if devices cannot have equally many heads."""
     if sizes is None or sizes.num_key_heads % num_devices:
         return {}
-    return {name.format(i): ("rows", "heads") for name in (_INPUTS, _STATE) for i in sizes.layers}
+    names = (_INPUTS, _STATE, _DRAFTS)
+    return {name.format(i): ("rows", "heads") for name in names for i in sizes.layers}
 
 
 def make_copy_states(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:
@@ -67,24 +82,34 @@ def make_copy_states(layout: Layout) -> Callable[[RequestState, jax.Array], Requ
                 for name, x in fields.items()
             }
 
-        states = {name: x for name, x in state.items() if name.startswith(_PREFIXES)}
+        copied = (*_PREFIXES, _LENGTH)
+        states = {name: x for name, x in state.items() if name.startswith(copied)}
         return state | lax.fori_loop(0, pairs["num"], copy, states)
 
     return copy_states
 
 
-def _rows_of(batch: StepBatch) -> StateRows:
+def _rows_of(batch: StepBatch, num_drafts: jax.Array | None, lengths: jax.Array | None) -> StateRows:
+    """num_drafts: int32[R]; None: there are none. lengths: the field of this name, if the engine has it."""
     num_tokens = jnp.diff(batch.query_starts)
     row = jnp.arange(num_tokens.size, dtype=jnp.int32)
     parents = lax.cummax(jnp.where(num_tokens > 0, row, 0))
+    is_live, begins = batch.kv_lens > 0, batch.kv_lens == num_tokens
+    none = jnp.zeros_like(num_tokens)
+    num_accepted = none
+    if lengths is not None:
+        before = batch.kv_lens - num_tokens - lengths[batch.slots]
+        num_accepted = jnp.where(is_live & ~begins, before, 0)
     return StateRows(
         slots=batch.slots,
         first=batch.query_starts[:-1],
         num_tokens=num_tokens,
-        is_live=batch.kv_lens > 0,
-        begins=batch.kv_lens == num_tokens,
+        is_live=is_live,
+        begins=begins,
         parents=parents,
         is_sibling=(parents != row) & (batch.slots != NULL_SLOT),
+        num_drafts=none if num_drafts is None else num_drafts,
+        num_accepted=num_accepted,
     )
 
 
@@ -104,13 +129,20 @@ class SlotRecurrence:
         *,
         on_gpu: bool,
         kernel: str | None = None,
+        num_drafts: jax.Array | None = None,
         mesh: Mesh | None = None,
     ):
-        """kernel: for rows of one token, see `StepSpec.state_kernel`."""
+        """kernel: for rows of one token, see `StepSpec.state_kernel`. num_drafts: int32[R], how many of a row's last
+        tokens are drafts; None: there are none.
+        """
         self.state, self._sizes = dict(state), sizes
-        self._rows = _rows_of(batch)
+        lengths = state.get(_LENGTH)
+        self._rows = rows = _rows_of(batch, num_drafts, lengths)
         self._one_token_per_row, self._on_gpu = bucket.decode, on_gpu
         self._kernel, self._mesh = kernel, mesh
+        if lengths is not None:
+            new = jnp.where(rows.is_live, batch.kv_lens - rows.num_drafts, lengths[rows.slots])
+            self.state[_LENGTH] = put_rows(lengths, rows.slots, new[rows.parents], on_gpu=on_gpu)
 
     def convolve(
         self, layer: int, inputs: Sequence[jax.Array], weights: Sequence[jax.Array]
@@ -126,13 +158,17 @@ class SlotRecurrence:
         return out
 
     def advance(self, layer: int, tokens: AnyTokens) -> jax.Array:
-        name, by_head = _STATE.format(layer), P(None, TENSOR)
+        names, by_head = [_STATE.format(layer)], P(None, TENSOR)
+        if _LENGTH in self.state:
+            names.append(_DRAFTS.format(layer))
+        how = {"one_token_per_row": self._one_token_per_row, "on_gpu": self._on_gpu}
         call = self._on_shares(
-            partial(_advance, one_token_per_row=self._one_token_per_row, kernel=self._kernel),
+            partial(_advance, kernel=self._kernel, **how),
             inputs=(by_head, by_head, P()),
             outputs=(by_head, by_head),
         )
-        self.state[name], out = call(self.state[name], tokens, self._rows)
+        fields, out = call([self.state[name] for name in names], tokens, self._rows)
+        self.state |= zip(names, fields, strict=True)
         return out
 
     def _on_shares(self, call: Callable, *, inputs: tuple, outputs: tuple) -> Callable:
@@ -156,26 +192,50 @@ def _convolve(
     one_token_per_row: bool,
     on_gpu: bool,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The field [Q, (W - 1) C] with the last inputs of each row, and the sums float32[T, channels of each input]."""
+    """The field [Q, (W - 1 + K) C] with the last inputs of each row, then those of its drafts, and the sums
+    float32[T, channels of each input].
+    """
     x, weight = jnp.concatenate(inputs, axis=1), jnp.concatenate(weights).astype(jnp.float32)
     num_kept = weight.shape[1] - 1
     kept = lax.bitcast_convert_type(field[rows.slots], x.dtype)
     kept = jnp.where(rows.begins[:, None], jnp.zeros_like(kept), kept)
-    before = jnp.split(kept, num_kept, axis=1) if num_kept else []
+    num_drafts = field.shape[1] // x.shape[1] - num_kept
+    before = _inputs_before(kept, num_kept, num_drafts, rows)
     if one_token_per_row:
         window = [*before, x]
         out = sum(
             (each.astype(jnp.float32) * weight[None, :, tap] for tap, each in enumerate(window)),
             start=jnp.float32(0),
         )
-        last = window[1:]
+        last = window[1:] + [x] * num_drafts  # which there are none of
     else:
-        out, last = _sums(x, before, weight, rows), _last_inputs(x, before, rows)
-    if num_kept:
+        out = _sums(x, before, weight, rows)
+        last = _last_inputs(x, before, rows)
+        last += [x[at] for at in _places_of_drafts(num_drafts, x.shape[0], rows).T]
+    if last:
         words = lax.bitcast_convert_type(jnp.concatenate(last, axis=1), field.dtype)
         field = put_rows(field, rows.slots, words, on_gpu=on_gpu)
     ends = list(itertools.accumulate(part.shape[1] for part in inputs))[:-1]
     return field, jnp.split(out, ends, axis=1)
+
+
+def _inputs_before(
+    kept: jax.Array, num_kept: int, num_drafts: int, rows: StateRows
+) -> list[jax.Array]:
+    """W - 1 times [R, C]: the inputs before each row's first token, of those kept in its slot [R, (W - 1 + K) C]."""
+    number = num_kept + num_drafts
+    if not num_drafts:
+        return jnp.split(kept, number, axis=1) if number else []
+    places = rows.num_accepted[:, None] + jnp.arange(num_kept, dtype=jnp.int32)[None]
+    kept = kept.reshape(kept.shape[0], number, -1)
+    return list(jnp.moveaxis(jnp.take_along_axis(kept, places[..., None], axis=1), 1, 0))
+
+
+def _places_of_drafts(num_drafts: int, num_tokens: int, rows: StateRows) -> jax.Array:
+    """int32[R, K]: where the drafts of rows are among the packed tokens. Of a row with fewer, others mean nothing."""
+    known = rows.first + rows.num_tokens - rows.num_drafts
+    places = known[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None]
+    return jnp.minimum(places, num_tokens - 1)
 
 
 def _sums(x: jax.Array, before: list[jax.Array], weight: jax.Array, rows: StateRows) -> jax.Array:
@@ -204,27 +264,56 @@ def _sums(x: jax.Array, before: list[jax.Array], weight: jax.Array, rows: StateR
 
 
 def _last_inputs(x: jax.Array, before: list[jax.Array], rows: StateRows) -> list[jax.Array]:
-    """W - 1 times [R, C]: the last inputs after each row's tokens x [T, C], or those of the sibling's parent."""
-    num_kept, last = len(before), []
+    """W - 1 times [R, C]: the last inputs of each row's tokens x [T, C] that are no drafts, or those of the sibling's
+    parent.
+    """
+    num_kept, num_known, last = len(before), rows.num_tokens - rows.num_drafts, []
     for place in range(num_kept):
-        number = rows.num_tokens - num_kept + place  # of the row's tokens; negative: before them
+        number = num_known - num_kept + place  # of the row's tokens; negative: before them
         own = x[jnp.clip(rows.first + number, 0, x.shape[0] - 1)]
         for num_tokens in range(num_kept - place):
-            is_so = (rows.num_tokens == num_tokens)[:, None]
+            is_so = (num_known == num_tokens)[:, None]
             own = jnp.where(is_so, before[num_tokens + place], own)
         last.append(own[rows.parents])
     return last
 
 
-@partial(jax.jit, static_argnames=("one_token_per_row", "kernel"))
+@partial(jax.jit, static_argnames=("one_token_per_row", "on_gpu", "kernel"))
 def _advance(
-    field: jax.Array,
+    fields: list[jax.Array],
     tokens: AnyTokens,
     rows: StateRows,
     *,
     one_token_per_row: bool,
+    on_gpu: bool,
     kernel: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The field [Q, ...] with the state after each row, and the outputs float32[T, ...]."""
+) -> tuple[list[jax.Array], jax.Array]:
+    """The field [Q, ...] with the state after each row, then that with its drafts if there is one, and the outputs
+    float32[T, ...].
+    """
     compute = of_single_tokens if one_token_per_row else of_packed_tokens
-    return compute(field, tokens, rows, kernel=kernel)
+    states, *of_drafts = fields
+    if not of_drafts:
+        states, out = compute(states, tokens, rows, kernel=kernel)
+        return [states], out
+    (kept,) = of_drafts
+    earlier = _drafts_of(kept[rows.slots], tokens)
+    states, out = compute(states, tokens, rows, kernel=kernel, drafts=earlier)
+    if not one_token_per_row:
+        at = _places_of_drafts(earlier.k.shape[1], tokens.k.shape[0], rows)
+        new = [x[at].reshape(at.shape[0], -1) for x in tokens[1:]]
+        kept = put_rows(kept, rows.slots, jnp.concatenate(new, axis=1), on_gpu=on_gpu)
+    return [states, kept], out
+
+
+def _drafts_of(kept: jax.Array, like: AnyTokens) -> AnyTokens:
+    """[R, K, ...] of what is kept of them, [R, K changes]: all but queries, which change nothing."""
+    sizes = [x[0].size for x in like[1:]]
+    num_drafts = kept.shape[1] // sum(sizes)
+    ends = [num_drafts * end for end in itertools.accumulate(sizes)][:-1]
+    shape = (kept.shape[0], num_drafts)
+    found = (
+        part.reshape(*shape, *x.shape[1:])
+        for part, x in zip(jnp.split(kept, ends, axis=1), like[1:], strict=True)
+    )
+    return type(like)(jnp.zeros((*shape, *like.q.shape[1:]), jnp.float32), *found)

@@ -107,7 +107,8 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
         state[EXPERT_LOAD] = jnp.zeros(spec.expert_load, jnp.int32)
     if spec.recurrent is not None:
         num_states = spec.cached_state_slots.stop
-        state |= recurrent_fields(spec.recurrent, num_states, spec.dtype)
+        drafts = {"num_drafts": spec.num_drafts}
+        state |= recurrent_fields(spec.recurrent, num_states, spec.dtype, **drafts)
     return state
 
 

@@ -321,6 +321,7 @@ class Step:
         recurrence = None
         if (sizes := self.spec.recurrent) is not None:
             how = {"on_gpu": self._platform == "gpu", "kernel": self.spec.state_kernel}
+            how["num_drafts"] = rows.get("num_drafts")
             recurrence = SlotRecurrence(sizes, state, batch, bucket, **how, mesh=self.mesh)
             inputs = replace(inputs, recurrence=recurrence)
         model, research, captured = self._model(leaves), self.spec.research, None

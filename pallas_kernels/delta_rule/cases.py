@@ -69,10 +69,13 @@ def _gates(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarra
 
 @dataclass(frozen=True, kw_only=True)
 class WindowCase:
-    """`rows`: (slot, first token, end, whether a sequence begins), in order; those of one token are not for windows."""
+    """`rows`: (slot, first token, end, whether a sequence begins), in order; those of one token are not for windows.
+    `drafts`: how many of a row's last tokens, all in one window, are drafts.
+    """
 
     name: str
     rows: tuple[tuple[int, int, int, bool], ...]
+    drafts: tuple[int, ...] = ()
     num_windows: int = 2
     size: int = 64
     keys: int = 2
@@ -93,6 +96,11 @@ WINDOW_CASES = (
     WindowCase(name="one-value-a-key", rows=((1, 5, 100, False),), keys=8, values=1),
     WindowCase(name="wide-values", rows=((2, 30, 90, True),), value_dim=256, values=1),
     WindowCase(
+        name="drafts",
+        rows=((2, 0, 8, False), (1, 8, 11, True), (4, 16, 17, False), (5, 64, 73, False)),
+        drafts=(3, 2, 0, 4),
+    ),
+    WindowCase(
         name="small-windows", rows=((2, 3, 30, True), (3, 30, 47, False)), size=16, num_windows=3
     ),
 )
@@ -105,28 +113,27 @@ def window_arguments(case: WindowCase) -> dict[str, Any]:
     states = rng.standard_normal((7, *heads, case.key_dim, case.value_dim)).astype(np.float32)
     counts, found = np.zeros(case.num_windows * case.size, bool), []
     states[0] = np.nan
-    for slot, first, end, begins in case.rows:
+    drafts = case.drafts or (0,) * len(case.rows)
+    for (slot, first, end, begins), num_drafts in zip(case.rows, drafts, strict=True):
         if begins:
             states[slot] = np.nan
         counts[first:end] = True
         for window in range(first // case.size, (end - 1) // case.size + 1):
             start = window * case.size
             own = max(first - start, 0), min(end - start, case.size)
-            found.append((window, *own, slot, own[0] + start == first, begins))
+            kept_end = min(end - num_drafts - start, case.size)
+            found.append((window, *own, kept_end, slot, own[0] + start == first, begins))
     number = len(found)
-    found += [(0, 0, 0, 0, False, False)] * 2
+    found += [(0, 0, 0, 0, 0, False, False)] * 2
     keys = rng.standard_normal((2, *shape, case.keys, case.key_dim)).astype(np.float32)
     q, k = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
     v = rng.standard_normal((*shape, *heads, case.value_dim)).astype(np.float32)
     given = [q, k, v, *_gates(rng, *shape, *heads)]
     for x in given:
         x.reshape(-1, *x.shape[2:])[~counts] = 0
-    window, first, end, slots, is_first, begins = (np.array(x) for x in zip(*found, strict=True))
+    *numbers, is_first, begins = (np.array(x) for x in zip(*found, strict=True))
     parts = Parts(
-        window=jnp.asarray(window, jnp.int32),
-        first=jnp.asarray(first, jnp.int32),
-        end=jnp.asarray(end, jnp.int32),
-        slots=jnp.asarray(slots, jnp.int32),
+        *(jnp.asarray(x, jnp.int32) for x in numbers),
         is_first=jnp.asarray(is_first, jnp.bool_),
         begins=jnp.asarray(begins, jnp.bool_),
     )

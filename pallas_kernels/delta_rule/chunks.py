@@ -34,25 +34,27 @@ class Decays(NamedTuple):
 
     between: jax.Array  # [N, J, C, C]: of the second token until the first; 0 where it is not seen
     since: jax.Array  # [N, J, C]: of the state before the chunk until each token
-    left: jax.Array  # [N, J, C]: of each token until the last one of its sequence
+    left: jax.Array  # [N, J, C]: of each token until the last kept one of its sequence; 0 behind it
     whole: jax.Array  # [N, J, C]: of the state before the chunk until that one
 
 
-def decays(log_decay: jax.Array, sequence: jax.Array) -> Decays:
-    """log_decay: [C, N, J]; sequence: int32[C], in ascending order, which one each token is of."""
+def decays(log_decay: jax.Array, sequence: jax.Array, is_kept: jax.Array | None) -> Decays:
+    """log_decay: [C, N, J]; sequence, is_kept: as of `prepare`."""
     same = sequence[:, None] == sequence[None]
     size = sequence.size
     first = jnp.argmax(same, axis=1)
-    last = size - 1 - jnp.argmax(same[:, ::-1], axis=1)
+    kept = same if is_kept is None else same & is_kept[None]
+    last = size - 1 - jnp.argmax(kept[:, ::-1], axis=1)
     log_decay = log_decay.transpose(1, 2, 0)
     total = jnp.cumsum(log_decay, axis=-1)  # [N, J, C]
     start, end = (total - log_decay)[..., first], total[..., last]
     visible = (same & jnp.tril(jnp.ones((size, size), jnp.bool_)))[None, None]
     between = total[..., :, None] - total[..., None, :]
+    left = end - total
     return Decays(
         between=jnp.exp(jnp.where(visible, between, -jnp.inf)),
         since=jnp.exp(total - start),
-        left=jnp.exp(end - total),
+        left=jnp.exp(left if is_kept is None else jnp.where(is_kept, left, -jnp.inf)),
         whole=jnp.exp(end - start),
     )
 
@@ -66,14 +68,17 @@ class Chunk(NamedTuple):
     q: jax.Array  # [N, J, C, D]: the state times these is a part of the outputs
     # [N, J, C, C]: the share of the second token's value in the output of the first.
     scores: jax.Array
-    # [N, J, C, D]: keys, decayed until the last token of their sequence in the chunk.
+    # [N, J, C, D]: keys, decayed until the last kept token of their sequence in the chunk.
     left: jax.Array
     decay: jax.Array  # [N, J, C]: of the state, from before the chunk to that token
 
 
-def prepare(tokens: Tokens, sequence: jax.Array) -> Chunk:
-    """tokens: [C, ...]; sequence: int32[C], in ascending order, which one each token is of."""
-    found, beta = decays(tokens.log_decay, sequence), tokens.beta.transpose(1, 2, 0)
+def prepare(tokens: Tokens, sequence: jax.Array, is_kept: jax.Array | None = None) -> Chunk:
+    """tokens: [C, ...]; sequence: int32[C], in ascending order, which one each token is of; is_kept: bool[C], the tokens
+    that the state is of afterwards, the first ones of each sequence and at least one. None: all.
+    """
+    found = decays(tokens.log_decay, sequence, is_kept)
+    beta = tokens.beta.transpose(1, 2, 0)
     q, k, v = tokens.q, tokens.k, tokens.v.transpose(1, 2, 0, 3)
     keys = product("tnd,snd->nts", k, k)[:, None]
     inverse = unit_lower_inverse(jnp.tril(beta[..., None] * keys * found.between, -1))
@@ -94,7 +99,7 @@ def advance(
 ) -> tuple[jax.Array, jax.Array]:
     """The state [N, J, D, F] of a sequence after a chunk, and outputs [N, J, C, F], which mean nothing for others.
 
-    is_own: bool[C], its tokens; last: index of the last one.
+    is_own: bool[C], its tokens; last: index of one of them.
     """
     new = chunk.v - product("njtd,njdf->njtf", chunk.k, state)
     new = jnp.where(is_own[None, None, :, None], new, 0.0)

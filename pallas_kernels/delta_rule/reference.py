@@ -39,6 +39,9 @@ class Parts(NamedTuple):
     window: Int[Array, " P"]
     first: Int[Array, " P"]  # token of the window
     end: Int[Array, " P"]
+    # The state after the part is that of its tokens before this one; those behind it, of its row's last part alone, are
+    # drafts: they are computed, and do not change it.
+    kept_end: Int[Array, " P"]
     slots: Int[Array, " P"]
     is_first: Bool[Array, " P"]  # of its row
     begins: Bool[Array, " P"]  # the state before it is zero, whatever is in the slot
@@ -68,14 +71,16 @@ def by_windows(
     """
     out = jnp.zeros_like(windows.v)
     for part in range(int(number)):
-        window, first, end, slot, is_first, begins = (int(x[part]) for x in parts)
+        window, first, end, kept_end, slot, is_first, begins = (int(x[part]) for x in parts)
         state = states[slot][None]
         if is_first and begins:
             state = jnp.zeros_like(state)
+        kept = state
         for token in range(first, end):
             state, new = next_state(state, Tokens(*(x[window, token][None] for x in windows)))
             out = out.at[window, token].set(new[0])
-        states = states.at[slot].set(state[0])
+            kept = state if token < kept_end else kept
+        states = states.at[slot].set(kept[0])
     return states, out
 
 

@@ -71,14 +71,14 @@ def by_windows(
     values = of_window(num_values, size, value_dim)
     of_states = pl.BlockSpec(
         (None, heads, num_values, key_dim, value_dim),
-        lambda head, part, window, first, end, slots, *_: (slots[part], head, 0, 0, 0),
+        lambda head, part, window, first, end, kept_end, slots, *_: (slots[part], head, 0, 0, 0),
     )
     out_shape = (num_keys, num_windows, num_values, size, value_dim)
     scalars = (x.astype(jnp.int32) for x in parts)
     new_states, out = pl.pallas_call(
         _body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=7,
+            num_scalar_prefetch=8,
             grid=(num_keys // heads, jnp.maximum(number, 1)),
             in_specs=[
                 *(of_states, keys, keys, values, gates, gates, gates),
@@ -90,7 +90,7 @@ def by_windows(
             jax.ShapeDtypeStruct(states.shape, states.dtype),
             jax.ShapeDtypeStruct(out_shape, jnp.float32),
         ],
-        input_output_aliases={7: 0},
+        input_output_aliases={8: 0},
         interpret=interpret,
         name="delta_rule_windows",
     )(*scalars, number[None], states, *given)
@@ -105,6 +105,7 @@ class _Refs(NamedTuple):
     window: Any
     first: Any
     end: Any
+    kept_end: Any
     slots: Any
     is_first: Any
     begins: Any
@@ -122,27 +123,29 @@ class _Refs(NamedTuple):
 
 
 class Own(NamedTuple):
-    """The tokens of the part: bool[C, 1], and which of them sees which, bool[C, C]."""
+    """The tokens of the part: bool[C, 1], which of them sees which, bool[C, C], and which change the state, bool[C, 1]."""
 
     tokens: jax.Array
     visible: jax.Array
+    kept: jax.Array
 
 
-def own_tokens(first: jax.Array, end: jax.Array, size: int) -> Own:
+def own_tokens(first: jax.Array, end: jax.Array, kept_end: jax.Array, size: int) -> Own:
     """Of a part in a window of `size` tokens."""
     column = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
     lane = lax.broadcasted_iota(jnp.int32, (1, size), 1)
     is_own = (column >= first) & (column < end)
-    return Own(is_own, is_own & (lane >= first) & (lane <= column))
+    visible = is_own & (lane >= first) & (lane <= column)
+    return Own(is_own, visible, is_own & (column < kept_end))
 
 
 class Decays(NamedTuple):
     """Of a value head."""
 
     since: jax.Array  # [C, 1]: of the state before the part until each token
-    left: jax.Array  # [C, 1]: of each token until the last one
+    left: jax.Array  # [C, 1]: of each token until the last kept one; 0 behind it
     between: jax.Array  # [C, C]: of the second until the first
-    whole: jax.Array  # [1, 1]: of the state before the part until its last token
+    whole: jax.Array  # [1, 1]: of the state before the part until its last kept token
 
 
 def decays(own: Own, total: jax.Array, before: jax.Array, total_in_lanes: jax.Array) -> Decays:
@@ -151,10 +154,10 @@ def decays(own: Own, total: jax.Array, before: jax.Array, total_in_lanes: jax.Ar
     """
     zero = jnp.zeros((), jnp.float32)
     start = jnp.max(jnp.where(own.tokens, before, -jnp.inf), 0, keepdims=True)
-    end = jnp.min(jnp.where(own.tokens, total, jnp.inf), 0, keepdims=True)
+    end = jnp.min(jnp.where(own.kept, total, jnp.inf), 0, keepdims=True)
     return Decays(
         since=jnp.exp(jnp.where(own.tokens, total - start, zero)),
-        left=jnp.exp(jnp.where(own.tokens, end - total, -jnp.inf)),
+        left=jnp.exp(jnp.where(own.kept, end - total, -jnp.inf)),
         between=jnp.exp(jnp.where(own.visible, total - total_in_lanes, -jnp.inf)),
         whole=jnp.exp(end - start),
     )
@@ -175,7 +178,7 @@ def _body(*given: Any) -> None:
         (heads, num_values, size), zero = refs.v.shape[:3], jnp.zeros((), jnp.float32)
         column = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         lane = lax.broadcasted_iota(jnp.int32, (1, size), 1)
-        own = own_tokens(refs.first[part], refs.end[part], size)
+        own = own_tokens(refs.first[part], refs.end[part], refs.kept_end[part], size)
         is_own = own.tokens
         is_new_window = (part == 0) | (refs.window[jnp.maximum(part - 1, 0)] != refs.window[part])
         pairs = [(head, value) for head in range(heads) for value in range(num_values)]

@@ -62,8 +62,13 @@ def by_windows(
     # Of each token, the part that it is in: the last one that begins at or before it.
     begin = jnp.where(is_part, parts.window * size + parts.first, num_windows * size)
     part_of = jnp.zeros(num_windows * size, jnp.int32).at[begin].add(1, mode="drop")
-    sequence = jnp.cumsum(part_of, dtype=jnp.int32).reshape(num_windows, size)
-    chunks = jax.vmap(rule.prepare)(windows, sequence)
+    number_of = jnp.cumsum(part_of, dtype=jnp.int32)
+    # Tokens before all parts are of part 0; they do not matter.
+    kept_end = (parts.window * size + parts.kept_end)[jnp.maximum(number_of - 1, 0)]
+    is_kept = jnp.arange(num_windows * size) < kept_end
+    chunks = jax.vmap(rule.prepare)(
+        windows, number_of.reshape(num_windows, size), is_kept.reshape(num_windows, size)
+    )
 
     def one_part(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
         states, out = carry

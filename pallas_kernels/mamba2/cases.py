@@ -30,6 +30,12 @@ WINDOW_CASES = (
     WindowCase(
         name="several-steps-a-row", rows=((1, 5, 100, False),), keys=1, values=24, value_dim=64
     ),
+    WindowCase(
+        name="drafts",
+        rows=((2, 0, 8, False), (1, 8, 11, True), (4, 16, 17, False), (5, 64, 73, False)),
+        drafts=(3, 2, 0, 4),
+        value_dim=64,
+    ),
     WindowCase(name="wide-values", rows=((2, 30, 90, True),), value_dim=256),
     WindowCase(name="a-window-between", rows=((1, 0, 9, False), (5, 70, 128, True)), keys=1),
 )

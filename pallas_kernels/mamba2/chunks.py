@@ -23,14 +23,14 @@ class Chunk(NamedTuple):
     q: jax.Array  # [N, C, D]
     since: jax.Array  # [N, J, C]: the decay of the state before the chunk until each token
     k: jax.Array  # [N, C, D]
-    # [N, C, V]: values, decayed until the last token of their sequence in the chunk.
+    # [N, C, V]: values, decayed until the last kept token of their sequence in the chunk.
     left: jax.Array
     decay: jax.Array  # [N, J, C]: of the state, from before the chunk to that token
 
 
-def prepare(tokens: Tokens, sequence: jax.Array) -> Chunk:
-    """tokens: [C, ...]; sequence: int32[C], in ascending order, which one each token is of."""
-    found = decays(tokens.log_decay, sequence)
+def prepare(tokens: Tokens, sequence: jax.Array, is_kept: jax.Array | None = None) -> Chunk:
+    """As `delta_rule.chunks.prepare`."""
+    found = decays(tokens.log_decay, sequence, is_kept)
     q, k, v = (x.swapaxes(0, 1) for x in (tokens.q, tokens.k, tokens.v))  # [N, C, ...]
     scores = product("ntd,nsd->nts", q, k)[:, None] * found.between
     of_heads = v.reshape(*v.shape[:2], scores.shape[1], -1)  # [N, C, J, F]
@@ -49,7 +49,7 @@ def advance(
 ) -> tuple[jax.Array, jax.Array]:
     """The state [N, D, V] of a sequence after a chunk, and outputs [N, C, V], which mean nothing for others.
 
-    is_own: bool[C], its tokens; last: index of the last one.
+    is_own: bool[C], its tokens; last: index of one of them.
     """
     seen = product("ntd,ndv->ntv", chunk.q, state)
     out = chunk.out + seen * _columns(chunk.since, seen)

@@ -95,7 +95,7 @@ def by_windows(
 
     of_states = pl.BlockSpec(
         (None, None, key_dim, lanes),
-        lambda step, part, window, first, end, slots, *_: (
+        lambda step, part, window, first, end, kept_end, slots, *_: (
             slots[part],
             place(step)[0],
             0,
@@ -106,7 +106,7 @@ def by_windows(
     new_states, out = pl.pallas_call(
         _body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=7,
+            num_scalar_prefetch=8,
             grid=(num_keys * num_blocks, jnp.maximum(number, 1)),
             in_specs=[
                 *(of_states, keys, keys, values),
@@ -118,7 +118,7 @@ def by_windows(
             jax.ShapeDtypeStruct(states.shape, states.dtype),
             jax.ShapeDtypeStruct(given[2].shape, jnp.float32),
         ],
-        input_output_aliases={7: 0},
+        input_output_aliases={8: 0},
         interpret=interpret,
         name="mamba2_windows",
     )(*scalars, number[None], states, *given)
@@ -131,6 +131,7 @@ class _Refs(NamedTuple):
     window: Any
     first: Any
     end: Any
+    kept_end: Any
     slots: Any
     is_first: Any
     begins: Any
@@ -153,7 +154,7 @@ def _body(*given: Any) -> None:
     @pl.when(part < refs.number[0])
     def _():
         (size, lanes), heads, zero = refs.v.shape, refs.total.shape[1], jnp.zeros((), jnp.float32)
-        own = own_tokens(refs.first[part], refs.end[part], size)
+        own = own_tokens(refs.first[part], refs.end[part], refs.kept_end[part], size)
         is_new_window = (part == 0) | (refs.window[jnp.maximum(part - 1, 0)] != refs.window[part])
         stored = jnp.where(refs.begins[part] > 0, zero, refs.states[...])
         old = jnp.where(refs.is_first[part] > 0, stored, refs.new_states[...])

@@ -144,7 +144,7 @@ def _lower_windows(num_windows: int, states: tuple[int, ...]) -> Any:
     keys, gates = spec((*heads, key_dim), "float32"), spec((*heads, num_values), "float32")
     windows = Tokens(keys, keys, spec((*heads, num_values, value_dim), "float32"), gates, gates)
     index, flag = spec((num_windows + 8,), "int32"), spec((num_windows + 8,), "bool")
-    parts = Parts(index, index, index, index, flag, flag)
+    parts = Parts(*[index] * 5, flag, flag)
     arguments = (spec(states, "float32"), windows, parts, spec((), "int32"))
     return jax.jit(by_windows, donate_argnums=0).lower(*arguments)
 
@@ -175,7 +175,7 @@ def _lower_mamba2_windows(num_values: int, states: tuple[int, ...]) -> Any:
     keys, values = spec((*heads, key_dim), "float32"), spec((*heads, num_columns), "float32")
     windows = Tokens(keys, keys, values, spec((*heads, num_values), "float32"))
     index, flag = spec((num_parts,), "int32"), spec((num_parts,), "bool")
-    parts = Parts(index, index, index, index, flag, flag)
+    parts = Parts(*[index] * 5, flag, flag)
     arguments = (spec(states, "float32"), windows, parts, spec((), "int32"))
     return jax.jit(by_windows, donate_argnums=0).lower(*arguments)
 

@@ -93,17 +93,30 @@ PLACES = (
     Place("v5e:2x2", 1, "granite-4-h-micro"),
 )
 TARGETS = tuple(place.name for place in PLACES)
+WITH_DRAFTS = " with drafts"
+NUM_DRAFTS, ROWS_WITH_DRAFTS = 3, 32
 
 
 def programs(target: str) -> Iterator[Program]:
-    """The largest decode step, the largest of prompts, and what copies states to and from the prefix cache."""
+    """The largest decode step, the largest of prompts, and what copies states to and from the prefix cache; then of an
+    engine with drafts the largest decode step, and that of some rows with their drafts.
+    """
     from jaxpage.runner.calls import COPY_STATES
 
     place = PLACES[TARGETS.index(target)]
     job, names = largest_steps(place, MODELS[place.whole])
-    for name in (*names, COPY_STATES):
+    chosen = [(job, name, name) for name in (*names, COPY_STATES)]
+    speculative = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
+    job, (decode, _) = largest_steps(place, MODELS[place.whole], speculative_config=speculative)
+    forward = next(
+        bucket.name
+        for bucket in job.spec.buckets
+        if not bucket.decode and bucket.num_tokens >= ROWS_WITH_DRAFTS * (1 + NUM_DRAFTS)
+    )
+    chosen += [(job, name, name + WITH_DRAFTS) for name in (decode, forward)]
+    for job, name, title in chosen:
         yield Program(
-            name=name,
+            name=title,
             lower=partial(lower, job, name),
             look=partial(_look, job, place, name),
             observers=(sys.modules[__name__],),

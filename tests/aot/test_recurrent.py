@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.aot.compiling import missing, seen
-from tests.aot.recurrent import ATTENTION_LAYERS, LAYERS, PLACES, Place
+from tests.aot.recurrent import ATTENTION_LAYERS, LAYERS, PLACES, WITH_DRAFTS, Place
 from tests.aot.test_steps import MIB, check_places
 
 pytestmark = pytest.mark.aot
@@ -20,11 +20,14 @@ def place(request) -> Place:
 
 @pytest.fixture
 def found(place) -> list[dict]:
-    """`decode`, `forward`, `copy states`"""
-    by_name = {each["name"].split()[0]: each for each in seen("recurrent", place.name).programs}
-    decode, forward, copy = (by_name[name] for name in ("decode", "forward", "copy"))
-    assert decode["bucket"]["decode"] and not forward["bucket"]["decode"]
-    return [decode, forward, copy]
+    """`decode`, `forward`, `copy states`; then `decode` and `forward` of an engine with drafts."""
+    found = seen("recurrent", place.name).programs
+    names = ["decode", "forward", "copy", "decode", "forward"]
+    assert [each["name"].split()[0] for each in found] == names
+    assert [each["name"].endswith(WITH_DRAFTS) for each in found] == [False] * 3 + [True] * 2
+    for decode, forward in (found[:2], found[3:]):
+        assert decode["bucket"]["decode"] and not forward["bucket"]["decode"]
+    return found
 
 
 def test_pool_and_states_stay_where_they_are(found):
@@ -36,19 +39,20 @@ def test_pool_and_states_stay_where_they_are(found):
 
 def test_one_state_at_a_time_is_copied(found):
     """In each of six layers 2.1 MB, and inputs of the convolution."""
-    *_, copy = found
+    copy = found[2]
     assert copy["temp_bytes"] <= 13 * MIB
 
 
 def test_kernels_serve(place, found):
     """In steps with prompts a TPU's has two launches of attention, see `paged_attention.tpu`, and two that change
-    states: by windows, and for rows of one token, which alone are a GPU's kernel's.
+    states: by windows, and for rows of one token, which alone are a GPU's kernel's. Rows with drafts are a third.
     """
-    decode, forward = (len(each["attention_calls"]) for each in found[:2])
-    of_states = [each["state_calls"] for each in found[:2]]
+    programs = [*found[:2], *found[3:]]
+    of_attention = [len(each["attention_calls"]) for each in programs]
+    of_states = [each["state_calls"] for each in programs]
     recurrent = LAYERS - ATTENTION_LAYERS
     if place.target.startswith("h200"):
-        assert decode > 0 and forward > 0 and of_states == [recurrent, recurrent]
+        assert min(of_attention) > 0 and of_states == [recurrent] * 4
     else:
-        assert (decode, forward) == (ATTENTION_LAYERS, 2 * ATTENTION_LAYERS)
-        assert of_states == [recurrent, 2 * recurrent]
+        assert of_attention == [ATTENTION_LAYERS, 2 * ATTENTION_LAYERS] * 2
+        assert of_states == [recurrent * number for number in (1, 2, 2, 3)]

@@ -6,7 +6,7 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.runner.logits import Division
 from jaxpage.runner.step import Step
-from tests import checkpoints
+from tests import checkpoints, dense_families
 from tests.checkpoints import VOCAB_SIZE, answers, assert_same_answers, make_llm
 
 LOOKUP = {
@@ -48,11 +48,22 @@ def requests() -> tuple[list[dict], list[SamplingParams]]:
         pytest.param("gemma3", {"enable_prefix_caching": False}, id="windows"),
         pytest.param("qwen2", {"kv_cache_dtype": "int8"}, id="int8 pool", marks=pytest.mark.deep),
         pytest.param("qwen2", {"tensor_parallel_size": 2}, id="two devices"),
+        pytest.param("qwen3_5", {}, id="delta rule"),
+        pytest.param("qwen3_5", {"num_gpu_blocks_override": 24}, id="delta rule, preempted"),
+        pytest.param("granite_hybrid", {"tensor_parallel_size": 2}, id="Mamba-2, two devices"),
     ],
 )
 def test_tokens_are_those_without_drafts(family, options, tmp_path):
-    layers = {} if family == "gemma3" else {"num_hidden_layers": 1}
-    path = checkpoints.build(family, 0, tmp_path, **layers)
+    # So small that its answers repeat themselves.
+    few_layers = {
+        "qwen2": {"num_hidden_layers": 1},
+        "qwen3_5": {
+            "num_hidden_layers": 2,
+            "layer_types": [dense_families.RECURRENT, dense_families.FULL],
+        },
+    }
+    build = checkpoints.build if family in ("qwen2", "gemma3") else dense_families.build
+    path = build(family, int(family == "qwen3_5"), tmp_path, **few_layers.get(family, {}))
     prompts, params = requests()
     options = {"enforce_eager": True} | options
     expected = answers(make_llm(path, **options), prompts, params)

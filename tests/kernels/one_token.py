@@ -91,6 +91,8 @@ def check_steps(states: jax.Array, tokens: Any) -> None:
             begins=jnp.array([False, True, True, False]),
             parents=jnp.arange(4),
             is_sibling=jnp.zeros(4, bool),
+            num_drafts=jnp.zeros(4, jnp.int32),
+            num_accepted=jnp.zeros(4, jnp.int32),
         )
         own = jax.tree.map(lambda x, ends=ends: x[: ends[-1]], tokens)
         found, wanted = (compute(states, own, rows, kernel=kernel) for kernel in ("gpu", None))

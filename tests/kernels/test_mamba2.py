@@ -120,11 +120,13 @@ def one_by_one(case: WindowCase) -> tuple[np.ndarray, np.ndarray]:
     arguments = cases.window_arguments(case)
     tokens = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arguments["windows"])
     states, out = np.array(arguments["states"]), np.zeros_like(tokens.v)
-    for slot, first, end, begins in case.rows:
+    drafts = case.drafts or (0,) * len(case.rows)
+    for (slot, first, end, begins), num_drafts in zip(case.rows, drafts, strict=True):
         state = jnp.zeros_like(states[:1]) if begins else jnp.asarray(states[slot : slot + 1])
         for token in range(first, end):
             own = jax.tree.map(lambda x, token=token: x[token : token + 1], tokens)
             state, new = reference.next_state(state, own)
             out[token] = new[0]
-        states[slot] = state[0]
+            if token < end - num_drafts:
+                states[slot] = state[0]
     return states, out

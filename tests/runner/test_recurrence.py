@@ -14,8 +14,11 @@ from jaxpage.batch import StepBatch
 from jaxpage.models.config import MambaOptions, RecurrentLayers
 from jaxpage.models.recurrence import Recurrence, WholeSequences
 from jaxpage.ops.delta_rule import AnyTokens, to_tokens
+from jaxpage.ops.packed_delta_rule import MOST_DRAFTS
+from jaxpage.recurrent_state import sequence_bytes
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.recurrence import SlotRecurrence, recurrent_fields
+from jaxpage.runner.layouts import states_layout
+from jaxpage.runner.recurrence import SlotRecurrence, make_copy_states, recurrent_fields
 from pallas_kernels.mamba2 import reference as mamba2
 from tests.models.test_delta_rule import HEADS, KEY_DIM, VALUE_DIM, VALUES, inputs
 
@@ -31,7 +34,8 @@ OPTIONS = MambaOptions(
     projection_bias=False, convolution_bias=False, time_steps=(0.0, float("inf"))
 )
 MAMBA2 = replace(SIZES, mamba=OPTIONS)
-each_kind = pytest.mark.parametrize("sizes", [SIZES, MAMBA2], ids=["delta rule", "Mamba-2"])
+KINDS = ["delta rule", "Mamba-2"]
+each_kind = pytest.mark.parametrize("sizes", [SIZES, MAMBA2], ids=KINDS)
 LAYER, NUM_SLOTS, NUM_ROWS, NUM_TOKENS = 3, 6, 4, 160
 LENGTH = 150  # of each sequence
 WEIGHT = np.random.default_rng(9).standard_normal((SIZES.num_channels, 4)).astype(np.float32)
@@ -47,8 +51,8 @@ def convolved(recurrence: Recurrence, x: jax.Array) -> jax.Array:
 class Sequences:
     """Sequences 1, 2, ..., each in the slot of its number, and their steps on the device."""
 
-    def __init__(self, number: int, sizes: RecurrentLayers = SIZES):
-        self.sizes = sizes
+    def __init__(self, number: int, sizes: RecurrentLayers = SIZES, *, num_drafts: int = 0):
+        self.sizes, self.has_drafts = sizes, num_drafts > 0
         self.x = np.random.default_rng(5).standard_normal((number, LENGTH, SIZES.num_channels))
         self.x = self.x.astype(np.float32)
         self.tokens = tokens_of(sizes, number)
@@ -58,14 +62,25 @@ class Sequences:
             whole.advance(LAYER, self.tokens),
         )
         # What was in a slot before its sequence must not show.
-        fields = recurrent_fields(sizes, NUM_SLOTS, jnp.float32)
+        fields = recurrent_fields(sizes, NUM_SLOTS, jnp.float32, num_drafts=num_drafts)
         self.state = jax.tree.map(
             lambda x: jnp.full_like(x, np.nan if x.dtype == jnp.float32 else -1), fields
         )
         self.done = dict.fromkeys(range(1, number + 1), 0)  # slot -> tokens
 
-    def step(self, rows: list[tuple[int, int]], *, decode: bool = False) -> None:
-        """Rows of (slot, number of tokens), whose outputs must be those of the whole sequence."""
+    def step(
+        self,
+        rows: list[tuple[int, int]],
+        *,
+        decode: bool = False,
+        drafts: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        """Rows of (slot, number of tokens), whose outputs must be those of the whole sequence.
+
+        drafts: for each of the first rows how many of its last tokens are, and how many of these are right.
+        """
+        drafts += ((0, 0),) * (NUM_ROWS - len(drafts))
+        wrong = [number - right for number, right in drafts]
         counts = [count for _, count in rows] + [0] * (NUM_ROWS - len(rows))
         slots = [slot for slot, _ in rows] + [0] * (NUM_ROWS - len(rows))
         size = NUM_ROWS if decode else NUM_TOKENS
@@ -81,8 +96,9 @@ class Sequences:
 
         def packed(x: np.ndarray) -> np.ndarray:
             out = np.full((size, *x.shape[2:]), 0.25, np.float32)  # padding, which must not show
-            for (slot, count), start, first in zip(rows, starts, ends, strict=False):
+            for (slot, count), start, first, bad in zip(rows, starts, ends, wrong, strict=False):
                 out[first : first + count] = x[slot - 1, start : start + count]
+                out[first + count - bad : first + count] = x[slot - 1, :bad]
             return out
 
         batch = StepBatch(
@@ -96,12 +112,15 @@ class Sequences:
         )
         given = jax.tree.map(lambda x: packed(np.asarray(x)), self.tokens)
         run = _step(self.sizes, Bucket(size, NUM_ROWS, decode=decode))
-        self.state, *found = run(self.state, batch, packed(self.x), given)
-        for (slot, count), start, first in zip(rows, starts, ends, strict=False):
+        numbers = jnp.array([number for number, _ in drafts], jnp.int32)
+        numbers = numbers if self.has_drafts and not decode else None
+        self.state, *found = run(self.state, batch, packed(self.x), given, numbers)
+        for (slot, count), start, first, bad in zip(rows, starts, ends, wrong, strict=False):
+            right = count - bad
             for one, whole in zip(found, self.expected, strict=True):
-                wanted = whole[slot - 1, start : start + count]
-                np.testing.assert_allclose(one[first : first + count], wanted, atol=2e-5, rtol=0)
-            self.done[slot] += count
+                wanted = whole[slot - 1, start : start + right]
+                np.testing.assert_allclose(one[first : first + right], wanted, atol=2e-5, rtol=0)
+            self.done[slot] += right
 
 
 def tokens_of(sizes: RecurrentLayers, number: int) -> AnyTokens:
@@ -117,8 +136,9 @@ def tokens_of(sizes: RecurrentLayers, number: int) -> AnyTokens:
 @cache
 def _step(sizes: RecurrentLayers, bucket: Bucket):
     @jax.jit
-    def run(state, batch, x, tokens):
-        recurrence = SlotRecurrence(sizes, state, batch, bucket, on_gpu=False)
+    def run(state, batch, x, tokens, num_drafts):
+        how = {"on_gpu": False, "num_drafts": num_drafts}
+        recurrence = SlotRecurrence(sizes, state, batch, bucket, **how)
         out = convolved(recurrence, x), recurrence.advance(LAYER, tokens)
         return recurrence.state, *out
 
@@ -168,6 +188,64 @@ def test_siblings_start_with_the_state_after_the_prompt(prompt, sizes):
     sequences.done[2] = prompt  # slot 2 goes on where slot 1 is
     sequences.step([(1, prompt), (2, 0)])
     sequences.step([(2, 40), (1, 1)])
+
+
+@pytest.mark.parametrize("sizes", [SIZES, pytest.param(MAMBA2, marks=pytest.mark.slow)], ids=KINDS)
+def test_wrong_drafts_leave_nothing_and_right_ones_count(sizes):
+    """Rows of a prompt, of one token, and with drafts of which all, some or none are right, beside each other."""
+    sequences = Sequences(3, sizes, num_drafts=3)
+    sequences.step([(1, 20), (2, 1)])
+    sequences.step([(1, 4), (2, 3), (3, 70)], drafts=((3, 2), (2, 0)))
+    sequences.step([(1, 4), (2, 1), (3, 4)], drafts=((3, 3), (0, 0), (3, 1)))
+    sequences.step([(2, 4), (3, 1)], drafts=((3, 3),))
+    sequences.step([(1, 1), (2, 1), (3, 1)], decode=True)
+    sequences.step([(1, 1), (2, 1), (3, 1)], decode=True)
+    sequences.step([(2, 2), (1, 4)], drafts=((1, 1), (3, 0)))
+    sequences.step([(1, 1), (2, 2)], drafts=((0, 0), (1, 1)))
+    # Another sequence in the slot of one with accepted drafts.
+    sequences.done[2] = 0
+    sequences.step([(2, 9), (1, 1)])
+    sequences.step([(2, 1)], decode=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [1, MOST_DRAFTS])
+def test_the_fewest_and_the_most_drafts(num_drafts):
+    sequences = Sequences(2, num_drafts=num_drafts)
+    sequences.step([(1, 2), (2, 70)])
+    all_right = (num_drafts, num_drafts)
+    sequences.step([(1, 1 + num_drafts), (2, 1 + num_drafts)], drafts=(all_right, (num_drafts, 0)))
+    sequences.step([(1, 1 + num_drafts), (2, 2)], drafts=(all_right, (1, 1)))
+    sequences.step([(1, 1), (2, 1)], decode=True)
+
+
+@each_kind
+def test_drafts_keep_as_many_bytes_as_counted(sizes):
+    fields = recurrent_fields(sizes, NUM_SLOTS, jnp.bfloat16, num_drafts=3)
+    lengths = fields.pop("recurrent_length")
+    assert lengths.shape == (NUM_SLOTS,)
+    total = sum(field.nbytes for field in fields.values())
+    assert total == NUM_SLOTS * sequence_bytes(sizes, jnp.bfloat16, num_drafts=3)
+    tokens = jax.tree.leaves(tokens_of(sizes, 1))[1:]
+    assert sizes.num_changes == sum(x[0, 0].size for x in tokens)
+
+
+@pytest.mark.slow
+def test_a_copied_state_counts_the_same_tokens():
+    """A sequence that begins behind a cached prefix has drafts in the step after."""
+    sequences = Sequences(2, num_drafts=2)
+    sequences.x[1] = sequences.x[0]
+    sequences.tokens = jax.tree.map(lambda x: jnp.asarray(x).at[1].set(x[0]), sequences.tokens)
+    sequences.expected = tuple(x.at[1].set(x[0]) for x in sequences.expected)
+    sequences.step([(1, 30)])
+    layout = states_layout()
+    packed = layout.new_buffer()
+    views = layout.views(packed)
+    views["num"][...], views["sources"][0], views["destinations"][0] = 1, 1, 2
+    sequences.state = jax.jit(make_copy_states(layout))(sequences.state, packed)
+    sequences.done[2] = 30
+    sequences.step([(1, 3), (2, 3)], drafts=((2, 1), (2, 2)))
+    sequences.step([(2, 1), (1, 1)], decode=True)
 
 
 @pytest.mark.slow
