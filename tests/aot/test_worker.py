@@ -188,6 +188,26 @@ def test_an_mtp_layer_has_the_experts_of_a_layer_of_the_model(num_devices, tmp_p
     assert model["kind"] == "the MTP layer"
 
 
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_an_mtp_layer_of_a_model_with_a_recurrent_state_has_attention(num_devices, tmp_path):
+    """The shapes of Qwen3.5-35B-A3B: 16 query heads of 256, each with a gate, and 2 KV heads, which four devices have
+    twice.
+    """
+    path = tmp_path / "qwen.json"
+    path.write_text(json.dumps(RECURRENT["35B-A3B"] | {"mtp_num_hidden_layers": 1}))
+    options = {"method": "qwen3_5_mtp", "num_speculative_tokens": 2}
+    spec = spec_with_drafts(tmp_path, num_devices, model=str(path), speculative_config=options)
+    found = numbers_of_drafts(spec)
+    assert found is not None
+    model, size, expert = found["model"], 2048, 3 * 512 * 2048
+    attention = size * 256 * (2 * 16 + 2 * 2) + 16 * 256 * size
+    others = 2 * size * size + 256 * size + size + 5 * size + 2 * 256
+    assert model["num_parameters"] == attention + others + (256 + 1) * expert
+    assert model["recurrence"] is None and model["kv_groups"] == [[None, 1]]
+    assert model["block_bytes"] == spec.block_bytes // 3
+    assert model["kind"] == "the MTP layer"
+
+
 def test_prompt_lookup_has_drafts_without_a_model(tmp_path):
     speculative = {"method": "ngram", "num_speculative_tokens": 7}
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
