@@ -121,8 +121,8 @@ def named_errors() -> Iterator[None]:
 def _check(drafts: ModelConfig, model: ModelConfig) -> None:
     if drafts.recurrent is not None:
         raise ValueError(
-            f"{drafts.architecture} has layers with a recurrent state, which only the engine's own model may have; take "
-            "one whose layers all have attention"
+            f"{drafts.architecture} has layers with a recurrent state, which only the engine's own model may have; "
+            "take one whose layers all have attention"
         )
     if abs(drafts.vocab_size - model.vocab_size) > _MOST_PADDING:
         raise ValueError(

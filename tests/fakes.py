@@ -449,8 +449,8 @@ class FakeRunner:
     With `sends_plans` a plan arrives pickled. `fail_launch` and `fail_collect` hold numbers of
     launches that raise RuntimeError: at once and without having changed anything, or when they are
     collected, after they wrote garbage. With `whole_pictures` no row may end within a picture.
-    `num_states`: of a model with a recurrent state, the slots of all states. The state after a token is its digest; in a
-    slot there are the states after a row's last known token and after each of its drafts.
+    `num_states`: of a model with a recurrent state, the slots of all states. The state after a token is its digest; a
+    slot has those after a row's last known token and after each of its drafts.
     """
 
     num_top_logprobs = 8
@@ -734,9 +734,12 @@ class FakeRunner:
             num_drafts = plan.num_drafts.get(row, 0)
             if count and start and not self._broken:
                 length, found = states[slot_id]
-                assert found[start - length] == digests[start - 1], f"{row=} has the state of others"
+                num_accepted = start - length
+                assert num_accepted >= 0 and found[num_accepted] == digests[start - 1], (
+                    f"{row=} has the state of others"
+                )
                 # The device has room for accepted drafts before one known token.
-                assert start == length or count == 1 + num_drafts
+                assert not num_accepted or count == 1 + num_drafts
             if count:
                 end = start + count
                 new = digests[end - num_drafts - 1 : end]

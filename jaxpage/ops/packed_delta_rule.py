@@ -29,7 +29,9 @@ from pallas_kernels.mamba2 import tpu_windows as mamba2_windows
 
 _TOGETHER = 8  # rows of one token, in steps with longer ones
 _SMALLEST_WINDOW = 8  # a TPU's registers have eight rows
-MOST_DRAFTS = (CHUNK - 1) // 2  # of a row in a step, so that those of two steps and a token fit in a chunk
+MOST_DRAFTS = (
+    CHUNK - 1
+) // 2  # of a row in a step, so that those of two steps and a token fit in a chunk
 
 
 class StateRows(NamedTuple):
@@ -43,7 +45,9 @@ class StateRows(NamedTuple):
     parents: jax.Array  # int32[R]: the row itself, or the one before it that a sibling continues
     is_sibling: jax.Array  # bool[R]: it has no tokens, and gets the state of its parent
     num_drafts: jax.Array  # int32[R]: how many of its last tokens are drafts
-    num_accepted: jax.Array  # int32[R]: drafts of the step before that were accepted; its first token is behind them
+    num_accepted: (
+        jax.Array
+    )  # int32[R]: drafts of the step before that were accepted; its first token is behind them
 
     @property
     def has_drafts(self) -> jax.Array:
@@ -149,8 +153,8 @@ def _windows_kernel(field: jax.Array, tokens: AnyTokens) -> Callable:
 def _with_drafts(
     field: jax.Array, out: jax.Array, tokens: AnyTokens, drafts: AnyTokens, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows that `has_drafts`. The window of each has accepted drafts of the step before, which the state is not of yet,
-    then the row's tokens. At most 1 + K of a row are.
+    """The rows that `has_drafts`. The window of each has the accepted drafts of the step before, which the state lacks,
+    then the row's tokens, at most 1 + K.
     """
     num_tokens, most = tokens.k.shape[0], drafts.k.shape[1]
     size = max(1 << (2 * most).bit_length(), _SMALLEST_WINDOW)

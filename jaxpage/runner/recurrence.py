@@ -89,7 +89,9 @@ def make_copy_states(layout: Layout) -> Callable[[RequestState, jax.Array], Requ
     return copy_states
 
 
-def _rows_of(batch: StepBatch, num_drafts: jax.Array | None, lengths: jax.Array | None) -> StateRows:
+def _rows_of(
+    batch: StepBatch, num_drafts: jax.Array | None, lengths: jax.Array | None
+) -> StateRows:
     """num_drafts: int32[R]; None: there are none. lengths: the field of this name, if the engine has it."""
     num_tokens = jnp.diff(batch.query_starts)
     row = jnp.arange(num_tokens.size, dtype=jnp.int32)

@@ -74,8 +74,9 @@ class Chunk(NamedTuple):
 
 
 def prepare(tokens: Tokens, sequence: jax.Array, is_kept: jax.Array | None = None) -> Chunk:
-    """tokens: [C, ...]; sequence: int32[C], in ascending order, which one each token is of; is_kept: bool[C], the tokens
-    that the state is of afterwards, the first ones of each sequence and at least one. None: all.
+    """tokens: [C, ...]; sequence: int32[C], in ascending order, which one each token is of.
+
+    is_kept: bool[C], the tokens that change the state: the first ones of each sequence, at least one. None: all.
     """
     found = decays(tokens.log_decay, sequence, is_kept)
     beta = tokens.beta.transpose(1, 2, 0)

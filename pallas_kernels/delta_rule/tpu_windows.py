@@ -123,11 +123,11 @@ class _Refs(NamedTuple):
 
 
 class Own(NamedTuple):
-    """The tokens of the part: bool[C, 1], which of them sees which, bool[C, C], and which change the state, bool[C, 1]."""
+    """The tokens of the part."""
 
-    tokens: jax.Array
-    visible: jax.Array
-    kept: jax.Array
+    tokens: jax.Array  # bool[C, 1]
+    visible: jax.Array  # bool[C, C]: which of them sees which
+    kept: jax.Array  # bool[C, 1]: which of them change the state
 
 
 def own_tokens(first: jax.Array, end: jax.Array, kept_end: jax.Array, size: int) -> Own:
