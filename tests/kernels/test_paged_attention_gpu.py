@@ -604,6 +604,18 @@ LATENTS = {
         ),
         128,
     ),
+    "mixed-window-sinks": (
+        LATENT(
+            name="",
+            query_lens=(1, 40, 1),
+            kv_lens=(600, 90, 64),
+            num_heads=2,
+            head_dim=192,
+            window=70,
+            sinks=True,
+        ),
+        128,
+    ),
 }
 
 
