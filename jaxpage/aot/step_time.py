@@ -1,9 +1,10 @@
 """Where a step would spend its time, from the result of `worker.measure`. Pure arithmetic.
 
 On a TPU XLA's own instructions take the cycles that XLA estimates, and a kernel the larger of its bundles over the
-clock and its bytes over the bandwidth. On a GPU kernels take what `gpu_time` estimates, attention the larger of its
-flops and its bytes over the rates that it uses, and the time of its launches, and kernels for recurrent states that of
-the states of rows with one token and of their launches.
+clock and its bytes over the bandwidth. Loops of unknown length count once, but that of lookups once for each token,
+and those of attention as `attention_time` says. On a GPU kernels take what `gpu_time` estimates, attention the larger
+of its flops and its bytes over the rates that it uses, and the time of its launches, and kernels for recurrent states
+that of the states of rows with one token and of their launches.
 """
 
 from __future__ import annotations
@@ -112,13 +113,45 @@ def _parts(
             is_elsewhere = kernel["name"].startswith(("paged_attention", *_OF_STATES))
             if is_elsewhere or kernel["program"] is None:
                 continue
-            once = Region.of(kernel["program"]).bundles
-            what = f"{name}: {kernel['name']}, loops once"
-            found.append(
-                Part(what=what, count=kernel["count"], ms=kernel["count"] * once * of_cycle)
-            )
+            region = Region.of(kernel["program"])
+            num_bundles, what = region.bundles, f"{name}: {kernel['name']}, loops once"
+            if kernel["name"] == "embedding":
+                num_tokens = case[0] * (1 if name == "draft" else case[1])
+                num_bundles, what = _of_lookups(region, num_tokens), f"{name}: embedding"
+            ms = kernel["count"] * num_bundles * of_cycle
+            found.append(Part(what=what, count=kernel["count"], ms=ms))
     found += _recurrent_parts(measured, programs[0], case)
     return found + _attention_parts(measured, programs, case)
+
+
+def _of_lookups(program: Region, num_tokens: int) -> int:
+    """The bundles of a launch of `pallas_kernels/embedding/tpu.py`.
+
+    Its innermost loop that starts copies and waits for them is over tokens. Each takes one of two branches: the longer
+    one finds its row, the other has none to find. A repeated token takes neither, but is counted like the others.
+    """
+    loop = _innermost_copying(program)
+    if loop is None:
+        return program.bundles
+    of_branches = [branch.bundles for branch in loop.branches]
+    of_token = loop.bundles - sum(of_branches) + max(of_branches, default=0)
+    return _bundles_without(program, loop) + num_tokens * of_token
+
+
+def _innermost_copying(region: Region) -> Region | None:
+    """The first such loop within."""
+    for loop in region.loops:
+        if found := _innermost_copying(loop):
+            return found
+        if loop.starts and loop.waits:
+            return loop
+    return None
+
+
+def _bundles_without(region: Region, loop: Region) -> int:
+    """`Region.bundles`, as if a loop within took none."""
+    others = (each for each in region.inner if each is not loop)
+    return region.own + sum((each.trips or 1) * _bundles_without(each, loop) for each in others)
 
 
 def _recurrent_parts(

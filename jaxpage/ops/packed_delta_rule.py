@@ -28,6 +28,7 @@ from pallas_kernels.lists import expand
 from pallas_kernels.mamba2 import tpu_windows as mamba2_windows
 
 _TOGETHER = 8  # rows of one token, in steps with longer ones
+_WINDOWS_TOGETHER = 16  # rows with drafts
 _SMALLEST_WINDOW = 8  # a TPU's registers have eight rows
 MOST_DRAFTS = (
     CHUNK - 1
@@ -131,15 +132,16 @@ def _by_windows(
         is_first=numbers == 0,
         begins=rows.begins[row],
     )
-    field, out = _windows_kernel(field, tokens)(field, windows, parts, total[0])
+    by_xla = partial(xla.by_windows, rule=rule_of(tokens))
+    run = _on_platform(field, tokens, by_xla)
+    field, out = run(field, windows, parts, total[0])
     counts = jnp.expand_dims(counts, range(1, tokens.v.ndim))
     out = jnp.where(counts, out.reshape(-1, *tokens.v.shape[1:]), 0.0)
     return field, out[:num_tokens]
 
 
-def _windows_kernel(field: jax.Array, tokens: AnyTokens) -> Callable:
-    """`reference.by_windows` for these states and tokens."""
-    by_xla = partial(xla.by_windows, rule=rule_of(tokens))
+def _on_platform(field: jax.Array, tokens: AnyTokens, by_xla: Callable) -> Callable:
+    """The kernel `by_windows` for these states and tokens where that can serve; otherwise `by_xla`."""
     if isinstance(tokens, Tokens):
         reason, kernel = tpu_windows.unsupported_reason(field), tpu_windows.by_windows
     else:
@@ -182,7 +184,8 @@ def _with_drafts(
         is_first=jnp.ones_like(exists),
         begins=row.begins,
     )
-    field, new = _windows_kernel(field, tokens)(field, windows, parts, number)
+    by_xla = partial(xla.one_window, together=_WINDOWS_TOGETHER, rule=rule_of(tokens))
+    field, new = _on_platform(field, tokens, by_xla)(field, windows, parts, number)
     return field, out.at[jnp.where(counts & (place >= 0), at, num_tokens)].set(new, mode="drop")
 
 

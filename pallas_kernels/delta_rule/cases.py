@@ -105,6 +105,14 @@ WINDOW_CASES = (
     ),
 )
 
+OWN_WINDOWS = WindowCase(
+    name="a-window-each",
+    rows=((2, 0, 4, False), (1, 16, 19, True), (4, 32, 48, False), (5, 48, 49, True)),
+    drafts=(3, 2, 15, 0),
+    num_windows=6,
+    size=16,
+)
+
 
 def window_arguments(case: WindowCase) -> dict[str, Any]:
     """The arguments of `by_windows`. NaN in the null slot, and where a sequence begins."""

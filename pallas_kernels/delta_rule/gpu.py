@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta_rule import gpu_columns
-from pallas_kernels.delta_rule.gpu_columns import Heads, Tile, in_rows
+from pallas_kernels.delta_rule.gpu_columns import Heads, Token, in_rows
 from pallas_kernels.delta_rule.reference import Rows
 
 
@@ -51,7 +51,7 @@ def one_token(
     return new_states.reshape(states.shape), out.reshape(tokens.v.shape)
 
 
-def _next_tile(state: Any, token: Tile) -> Any:
+def _next_tile(state: Any, token: Token) -> Any:
     decay, beta = token.gates
     state = state * decay
     correction = beta * (token.v - jnp.sum(state * token.k, axis=0))

@@ -39,12 +39,12 @@ class Heads(NamedTuple):
     value_dim: int
 
 
-class Tile(NamedTuple):
-    """What a program computes with, of float32[D, WIDTH]: a value for each row of it, each column, or all."""
+class Token(NamedTuple):
+    """What a token does to the columns of a program, in float32."""
 
-    k: Any  # in each column
-    v: Any  # [WIDTH]
-    gates: tuple[Any, ...]  # in each element
+    k: Any  # [D, WIDTH]: its key, in each column
+    v: Any  # [WIDTH]: a value for each column
+    gates: tuple[Any, ...]  # numbers, such as the head's decay
 
 
 def unsupported_reason(states: jax.ShapeDtypeStruct | jax.Array, value_dim: int) -> str | None:
@@ -69,12 +69,12 @@ def one_token(
     *,
     name: str,
     gates: Sequence[Float[Array, "n H"]],
-    next_tile: Callable[[Any, Tile], Any],
+    next_tile: Callable[[Any, Token], Any],
     interpret: Any,
 ) -> tuple[Float[Array, "Q G D W"], Float[Array, "n H F"]]:
-    """`reference.one_token`; next_tile: (columns of a state, what a token does to them) -> these columns afterwards.
+    """`reference.one_token`; next_tile: (columns of a state [D, WIDTH], the token) → these columns after it.
 
-    Tokens have q, k [n, N, D], and v of n H F numbers.
+    Tokens have q and k [n, N, D], and v of n H F numbers.
     """
     num_slots, num_states, key_dim, num_columns = states.shape
     tokens, shape = rows.tokens, (rows.slots.size, heads.num, heads.value_dim)
@@ -98,7 +98,7 @@ def one_token(
             tile = states_ref.at[state, :, pl.ds(pl.multiple_of(first, WIDTH), WIDTH)]
             old = load(tile, layout=layout, optimized=False)
             v = load(v_ref.at[row, head, own], layout=layout.reduce(0), optimized=False)
-            token = Tile(in_columns(k_ref), v, tuple(ref[row, head] for ref in gate_refs))
+            token = Token(in_columns(k_ref), v, tuple(ref[row, head] for ref in gate_refs))
             query = in_columns(q_ref)
             is_new = lax.broadcast_in_dim(begins_ref[row] > 0, tile_shape, [])
             new = next_tile(jnp.where(is_new, jnp.zeros_like(old), old), token)

@@ -5,6 +5,8 @@ Loops run as often as there is work, and change the states in place: a condition
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,9 +27,49 @@ def one_token(
     rule: Rule = DELTA,
 ) -> tuple[Float[Array, "Q ..."], Float[Array, "n ..."]]:
     """`reference.one_token`, `together` rows at a time, and no more often than there are rows."""
+    return _in_groups(
+        states, rows, number, jnp.zeros_like(rows.tokens.v), rule.next_state, together
+    )
+
+
+def one_window(
+    states: Float[Array, "Q ..."],
+    windows: Any,
+    parts: Parts,
+    number: Int[Array, ""],
+    *,
+    together: int,
+    rule: Rule = DELTA,
+) -> tuple[Float[Array, "Q ..."], Float[Array, "n C ..."]]:
+    """`reference.by_windows` for rows with a window each, which begins with their tokens: `together` of them at a time.
+    Tokens behind those of a row are zeros. Slots of the first `number` rows differ.
+    """
+    num_rows, size, *heads, value_dim = windows.v.shape
+    place = jnp.arange(size, dtype=jnp.int32)[None]
+    sequence, is_kept = jnp.zeros(size, jnp.int32), place < parts.kept_end[:, None]
+    chunks = jax.vmap(rule.prepare, in_axes=(0, None, 0))(windows, sequence, is_kept)
+    rows = Rows(parts.slots, parts.begins, chunks)
+    all_own = jnp.ones(size, jnp.bool_)
+    change = jax.vmap(partial(rule.advance, is_own=all_own, last=0))
+    out = jnp.zeros((num_rows, *heads, size, value_dim), jnp.float32)
+    states, out = _in_groups(states, rows, number, out, change, together)
+    return states, jnp.moveaxis(out, -2, 1)
+
+
+def _in_groups(
+    states: jax.Array,
+    rows: Rows,
+    number: jax.Array,
+    out: jax.Array,
+    change: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]],
+    together: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The states with those of the first `number` rows after `change(states, tokens) -> (states, outputs)`, and `out`
+    with the outputs.
+    """
     size = rows.slots.size
-    padded = jax.tree.map(
-        lambda x: jnp.pad(x, [(0, -size % together), *[(0, 0)] * (x.ndim - 1)]), rows
+    padded, out = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, -size % together), *[(0, 0)] * (x.ndim - 1)]), (rows, out)
     )
 
     def some(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -36,13 +78,12 @@ def one_token(
         own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, together), padded)
         begins = jnp.expand_dims(own.begins, range(1, states.ndim))
         before = jnp.where(begins, 0.0, states[own.slots])
-        after, new = rule.next_state(before, own.tokens)
+        after, new = change(before, own.tokens)
         is_row = first + jnp.arange(together) < number
         where = jnp.where(is_row, own.slots, states.shape[0])
         states = states.at[where].set(after, mode="drop")
         return states, lax.dynamic_update_slice_in_dim(out, new, first, 0)
 
-    out = jnp.zeros_like(padded.tokens.v)
     states, out = lax.fori_loop(0, -(-number // together), some, (states, out))
     return states, out[:size]
 

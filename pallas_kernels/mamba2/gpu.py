@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta_rule import gpu_columns
-from pallas_kernels.delta_rule.gpu_columns import Heads, Tile, in_rows
+from pallas_kernels.delta_rule.gpu_columns import Heads, Token, in_rows
 from pallas_kernels.delta_rule.reference import Rows
 
 
@@ -51,6 +51,6 @@ def one_token(
     return new_states, out.reshape(tokens.v.shape)
 
 
-def _next_tile(state: Any, token: Tile) -> Any:
+def _next_tile(state: Any, token: Token) -> Any:
     (decay,) = token.gates
     return state * decay + token.k * in_rows(token.v, state)

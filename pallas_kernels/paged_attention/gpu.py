@@ -72,12 +72,9 @@ def paged_attention(
         raise NotImplementedError(reason)
     is_of_latents = isinstance(pool, LatentPool)
     if is_of_latents:
-        if window is not None or sinks is not None:
-            raise NotImplementedError("attention over latents has neither windows nor sinks here")
         q = jnp.pad(q, ((0, 0), (0, 0), (0, pool.shape[3] - q.shape[2])))
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32) * LOG2E
-    options = Options(scale, window, soft_cap, sinks, sizes, interpret)
+    in_log2 = None if sinks is None else sinks.astype(jnp.float32) * LOG2E
+    options = Options(scale, window, soft_cap, in_log2, sizes, interpret)
     if one_query_per_row:
         return decode(q, pool, block_table, kv_lens, options)
 
@@ -86,7 +83,7 @@ def paged_attention(
     if is_of_latents:
         others = jnp.where(single, 0, kv_lens)
         rows = (q, pool, block_table, others, query_starts)
-        out = xla.paged_attention(*rows, scale=scale, soft_cap=soft_cap)
+        out = xla.paged_attention(*rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     else:
         out = prefill(q, pool, block_table, kv_lens, query_starts, options)
     lens = jnp.where(single, kv_lens, 0)

@@ -47,8 +47,8 @@ class Parts(NamedTuple):
     """What is added up for each item and KV head: arrays or their types, or in a kernel refs.
 
     For rows with one query `columns` is G as wgmma pads it, and `rows` is D, or 128 for D = 96 (`pieces` in
-    `gpu_decode_plan.py`). A tile of queries is two KV heads here, of 64 columns each;
-    of the largest D, which have tiles of 64 rows, one.
+    `gpu_decode_plan.py`), or the `value_dim` of latents. A tile of queries has 64 columns for each 64 of its rows: one
+    KV head is two here, but one at D = 512, where a tile has 64 rows.
     """
 
     sums: Any  # float32[K, items, rows, columns]: weights times V, not divided by their total

@@ -358,9 +358,8 @@ class _Program:
     def _added(self, acc, v):
         """acc + V' P'."""
         v, weights_smem = v.transpose((1, 0)), self.memory.weights.transpose((1, 0))
-        if not self.plan.source.is_of_latents:
+        if not self.plan.adds_in_place:
             return acc + product(v, weights_smem)
-        # Sums of 512 rows: registers have no room for their increase beside them.
         return added_product(acc, v, weights_smem, interpret=self.plan.options.interpret)
 
     def _keys(self, stage) -> Ref:

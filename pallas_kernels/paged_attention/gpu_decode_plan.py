@@ -21,6 +21,7 @@ from pallas_kernels.wgmma import swizzle_of, tiled
 
 TILE = 64  # keys: the rows of one wgmma
 MOST_STAGES = 8
+MOST_BESIDE = 8192  # sums that a program's registers have room for twice
 
 
 def pieces(head_dim: int) -> list[tuple[int, int]]:
@@ -46,6 +47,11 @@ class Plan:
     in_groups: bool  # whether items may be groups of parts
     num_stages: int
     num_programs: int
+
+    @property
+    def adds_in_place(self) -> bool:
+        """wgmma adds to the sums of D x G, because registers have no room for their increase beside them."""
+        return self.source.is_of_latents or self.value_dim * self.columns > MOST_BESIDE
 
     @classmethod
     def of(

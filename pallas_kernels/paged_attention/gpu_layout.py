@@ -32,8 +32,6 @@ PARTS_BYTES = 256 << 20  # of those sums at once; rows that have more take turns
 SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
 RESERVED_BYTES = 1024  # and each takes besides what it asks for
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
-MOST_HEADS = 64  # query heads per KV head: the fewest rows of a tile of queries
-MOST_WIDE_HEADS = 32  # of head dim 512: more do not fit beside a tile of keys and values
 MOST_BY_ROWS = 256  # columns of sums that a warpgroup has room for in registers
 MOST_TILE_KV = 128  # a tile lies in one block, or consists of whole ones
 # Of latents: their columns, those of values, and query heads. The sums of 24 heads leave too few registers.
@@ -73,7 +71,7 @@ def unsupported_reason(
     if q.shape[2] not in HEAD_DIMS:
         return f"head dim {q.shape[2]} is none of {HEAD_DIMS}"
     group = q.shape[1] // (pool.shape[2] // 2)
-    most = MOST_WIDE_HEADS if q.shape[2] > 256 else MOST_HEADS
+    most = rows_of_tile(q.shape[2]) // 2  # a tile has at least two queries
     if group > most:
         return f"{group} query heads per KV head are more than {most}"
     if quantised and isinstance(pool, PoolPart):

@@ -31,6 +31,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "head-dim-192": GQA | dict(head_dim=192),
     "head-dim-256": GQA | dict(head_dim=256, block_size=128),
     "head-dim-512": GQA | dict(head_dim=512, window=1000),
+    "head-dim-512-mqa": GQA | dict(head_dim=512, heads=32, kv_heads=1),
     "head-dim-512-of-a-part": GQA | dict(head_dim=512, pool_heads=8, pool_head_dim=256),
     "mha-float16": GQA | dict(heads=4, kv_heads=4, block_size=64, dtype="float16"),
     "mqa": GQA | dict(heads=48, kv_heads=1),

@@ -18,6 +18,7 @@ from typing import Any
 
 DUMPS = "*.after_layout_inference.txt"
 LINE = 128  # bytes
+SHAPES = ("gqa-16-2", "head-dim-96", "head-dim-256", "head-dim-512", "int8", "latents-16")
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i8": 1, "f8E4M3FN": 1, "f8E5M2": 1, "i32": 4}
 _TRANSFER = re.compile(
     r'"mosaic_gpu\.vector_(?:load|store)".*in_transforms = \[\[#mosaic_gpu\.tile<\[(?P<lines>\d+), \d+\]>, '
@@ -46,7 +47,7 @@ def kernels() -> Iterator[tuple[str, Any]]:
     from tests.aot import paged_attention_gpu as attention
 
     with jax.set_mesh(attention._mesh(1)):
-        for name in ("gqa-16-2", "head-dim-96", "head-dim-256", "head-dim-512", "int8"):
+        for name in SHAPES:
             # A step with prompts has all of its kernels.
             options = dict(rows=64, tokens=8192, **attention.ATTENTION[name])
             yield name, partial(attention.attention, **options)

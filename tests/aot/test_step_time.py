@@ -314,6 +314,59 @@ def test_the_kernels_of_the_delta_rule_take_their_bytes_or_flops():
     ]
 
 
+def lookups(*, num_tiles: int, trips: int | None = None) -> dict:
+    """A kernel of `embedding/tpu.py`, as libtpu schedules it for one tile of tokens or for several."""
+    found = branch(49, Region(begin=30, own=92, trips=5))
+    missing = branch(13, Region(begin=40, own=23, trips=5))
+    of_tokens = Region(
+        begin=20, own=79, trips=trips, num_starts=1, num_waits=1, inner=(found, missing)
+    )
+    first_copies = Region(begin=10, own=47, trips=7, num_starts=1)
+    if num_tiles == 1:
+        program = Region(
+            begin=0, own=462, num_starts=2, num_waits=2, inner=(first_copies, of_tokens)
+        )
+    else:
+        # As on a TPU v5p, where the loop over tiles sends results and waits for them.
+        tile = branch(429, first_copies, of_tokens, num_starts=1)
+        tiles = Region(begin=7, own=13, trips=num_tiles + 1, num_waits=1, inner=(tile,))
+        program = Region(begin=0, own=39, num_waits=1, inner=(tiles,))
+    return {"name": "embedding", "count": 1, "program": dataclasses.asdict(program)}
+
+
+def test_lookups_take_their_bundles_for_each_token():
+    of_token, once, of_tile = 79 + 49 + 5 * 92, 462 + 7 * 47, 13 + 429 + 7 * 47
+    # Each row has one token in a pass that makes drafts, and three where they are checked.
+    wanted = {
+        "layers": once + 64 * of_token,
+        "draft": 2 * (once + 64 * of_token),
+        "forward T=256": 39 + 3 * of_tile + 3 * 64 * of_token,
+        "forward T=2048": 39 + 17 * of_tile + 2048 * of_token,
+    }
+    values = with_drafts()
+    of_one_tile = lookups(num_tiles=1, trips=64)
+    kernels = (of_one_tile, lookups(num_tiles=16), of_one_tile | {"count": 2}, lookups(num_tiles=2))
+    names = ("layers R=64", "forward T=2048", "draft R=64", "forward T=256")
+    times = {each["name"]: each["time"] for each in values["programs"]}
+    for name, kernel in zip(names, kernels, strict=True):
+        times[name]["kernels"] = [kernel]
+
+    def check(values: dict, in_decode: list[str]) -> None:
+        steps = {each.name.split(",")[0]: each for each in step_times(values, estimate(values))}
+        cases = {"decode 64 x 1000": in_decode, "prefill 2048 tokens": ["forward T=2048"]}
+        for step, programs in ((steps[name], programs) for name, programs in cases.items()):
+            found = {part.what: part.ms for part in step.parts if "embedding" in part.what}
+            assert found == {
+                f"{name.split()[0]}: embedding": pytest.approx(
+                    1000 * wanted[name] / values["chip"]["clock"]
+                )
+                for name in programs
+            }
+
+    check(values, ["forward T=256", "draft"])
+    check(values | {"drafts": None}, ["layers"])
+
+
 def with_drafts(**time) -> dict:
     """Two drafts a row, by a model that has an eighth of the model's heads; a pass has 24 layers."""
     values = of_tpu()

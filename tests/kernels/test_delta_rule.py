@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races 
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.delta_rule import cases, reference, tpu, tpu_windows, xla
-from pallas_kernels.delta_rule.cases import CASES, WINDOW_CASES, Case, WindowCase
+from pallas_kernels.delta_rule.cases import CASES, OWN_WINDOWS, WINDOW_CASES, Case, WindowCase
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -86,6 +86,14 @@ each_window_case = pytest.mark.parametrize("case", WINDOW_CASES, ids=lambda case
 @each_window_case
 def test_xla_by_windows(case):
     check_windows(jax.jit(xla.by_windows)(**cases.window_arguments(case)), case)
+
+
+@pytest.mark.parametrize(
+    "together", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 8)] + [3]
+)
+def test_rows_with_a_window_each(together):
+    run = jax.jit(partial(xla.one_window, together=together))
+    check_windows(run(**cases.window_arguments(OWN_WINDOWS)), OWN_WINDOWS)
 
 
 @pytest.mark.slow

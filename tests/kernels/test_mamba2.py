@@ -12,7 +12,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races 
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.delta_rule import xla
-from pallas_kernels.delta_rule.cases import Case, WindowCase
+from pallas_kernels.delta_rule.cases import OWN_WINDOWS, Case, WindowCase
 from pallas_kernels.mamba2 import cases, reference, tpu, tpu_windows
 from pallas_kernels.mamba2.cases import CASES, WINDOW_CASES
 from pallas_kernels.mamba2.chunks import MAMBA2
@@ -73,6 +73,12 @@ def test_which_states_the_kernel_serves(shape, reason):
 def test_xla_by_windows(case):
     run = jax.jit(partial(xla.by_windows, rule=MAMBA2))
     check_windows(run(**cases.window_arguments(case)), case, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_rows_with_a_window_each():
+    run = jax.jit(partial(xla.one_window, together=3, rule=MAMBA2))
+    check_windows(run(**cases.window_arguments(OWN_WINDOWS)), OWN_WINDOWS, atol=2e-5)
 
 
 def check_windows(found, case: WindowCase, *, atol: float) -> None:

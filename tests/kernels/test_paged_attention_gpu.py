@@ -295,11 +295,18 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch,
         ({}, 3),
         ({"format": "int8", "head_dim": 128}, 2),
         ({"head_dim": 256, "window": 300}, 1),
+        ({"head_dim": 512}, 1),
+        ({"head_dim": 192, "num_heads": 9, "num_kv_heads": 1, "value_dim": 128}, 3),
     ],
     ids=str,
 )
 def test_items_of_a_program_share_its_stages(options, programs, monkeypatch, detecting_races):
-    """Items of several parts: with no tile, fewer than stages, as many, and, except in the first case, more."""
+    """Items of several parts: with no tile, fewer than stages, as many, and, except in the first case, more.
+
+    `value_dim`: of latents.
+    """
+    value_dim = options.get("value_dim")
+    options = {k: v for k, v in options.items() if k != "value_dim"}
     divided(monkeypatch, keys=128, parts=4)
     monkeypatch.setattr(gpu_layout, "ENOUGH_GROUPS", 1)
     monkeypatch.setattr(hopper, "num_sms", lambda: 1)
@@ -308,12 +315,26 @@ def test_items_of_a_program_share_its_stages(options, programs, monkeypatch, det
     case = SMALL(name="", query_lens=(1,) * len(kv_lens), kv_lens=kv_lens)
     case = decoding(replace(case, **options))
     arguments = cases.arguments(case)
+    if value_dim is None:
+        want = dense_attention(case, arguments)
+    else:
+        arguments, want = of_latents(case, arguments, value_dim)
     order = np.asarray((8, 0, 1, 9, *range(2, 8)))  # those without keys among the others
     ordered = arguments | {k: arguments[k][order] for k in ("q", "block_table", "kv_lens")}
     how = dict(one_query_per_row=True, sizes=sizes, interpret=detecting_races)
     result = run(gpu.paged_attention, ordered, **how)[np.argsort(order)]
-    TestInterpreted().compare(case, result[:8], dense_attention(case, arguments))
+    TestInterpreted().compare(case, result[:8], want)
     assert not result[8:].any()
+
+
+def of_latents(case: Case, arguments: dict, value_dim: int) -> tuple[dict, np.ndarray]:
+    """The arguments with the keys of the pool as latents, and NumPy's result, whose pool has each key as the value
+    too.
+    """
+    keys = arguments["pool"][:, :, 0]
+    doubled = arguments | {"pool": jnp.repeat(keys[:, :, None], 2, axis=2)}
+    want = dense_attention(case, doubled)[..., :value_dim]
+    return arguments | {"pool": LatentPool(keys, value_dim)}, want
 
 
 def alone_in(arguments: dict, case: Case, row: int, first: int, last: int) -> dict:
@@ -583,22 +604,30 @@ LATENTS = {
         ),
         128,
     ),
+    "mixed-window-sinks": (
+        LATENT(
+            name="",
+            query_lens=(1, 40, 1),
+            kv_lens=(600, 90, 64),
+            num_heads=2,
+            head_dim=192,
+            window=70,
+            sinks=True,
+        ),
+        128,
+    ),
 }
 
 
 def check_latents(name: str, **options: Any) -> None:
-    """Against NumPy, whose pool has each key as the value too; of a poisoned pool. No value depends on the batch."""
+    """Against NumPy; of a poisoned pool. No value depends on the batch."""
     case, value_dim = LATENTS[name]
     if name.startswith("decode"):
         case, options = decoding(case), options | {"one_query_per_row": True}
-    arguments = made_on_the_host(case)
-    keys = arguments["pool"][:, :, 0]
-    pools = (LatentPool(keys, value_dim), jnp.repeat(keys[:, :, None], 2, axis=2))
-    given = arguments | {"pool": pools[0]}
+    given, want = of_latents(case, made_on_the_host(case), value_dim)
     result = run(gpu.paged_attention, given, **options)
-    assert result.shape == (*arguments["q"].shape[:2], value_dim) and np.isfinite(result).all()
+    assert result.shape == (*given["q"].shape[:2], value_dim) and np.isfinite(result).all()
     num_tokens = sum(case.query_lens)
-    want = dense_attention(case, arguments | {"pool": pools[1]})[..., :value_dim]
     Hopper().compare(case, result[:num_tokens], want)
     # Rows before the longest have one query each. Beside a prompt it gives what it gives in a decode step.
     row = int(np.argmax(case.kv_lens))
