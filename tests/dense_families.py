@@ -13,6 +13,7 @@ from tests import checkpoints
 from tests.checkpoints import shape
 
 SLIDING, FULL, RECURRENT = "sliding_attention", "full_attention", "linear_attention"
+CONVOLUTION = "conv"
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 LINEAR = DEFAULT | {"rope_type": "linear", "factor": 2.5}
 YARN = DEFAULT | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -99,6 +100,16 @@ def nemotron_h(
         # In transformers the least time step of a prompt, here and in vLLM only of initial weights. So small,
         # it is no limit there.
         "time_step_min": 1e-9,
+        **other,
+    }
+
+
+def lfm2(kinds: list[str], rope: dict[str, Any] = DEFAULT, **other: Any) -> dict[str, Any]:
+    """LFM2's. kinds: of layers."""
+    return {
+        "layer_types": kinds,
+        "num_hidden_layers": len(kinds),
+        "rope_parameters": rope,
         **other,
     }
 
@@ -497,6 +508,32 @@ VARIANTS["nemotron_h"] = [
         **nemotron_h("-M*", heads=(4, 1), dims=(8, 32), mlp_hidden_act="gelu_pytorch_tanh"),
     ),
 ]
+VARIANTS["lfm2"] = [
+    shape(
+        4,
+        2,
+        **lfm2(
+            [CONVOLUTION, CONVOLUTION, FULL, CONVOLUTION],
+            block_multiple_of=16,
+            block_ffn_dim_multiplier=1.2,
+        ),
+    ),
+    shape(
+        8,
+        1,
+        hidden=64,
+        **lfm2(
+            [FULL, CONVOLUTION, FULL],
+            YARN,
+            conv_L_cache=4,
+            conv_bias=True,
+            norm_eps=1e-3,
+            block_auto_adjust_ff_dim=False,
+            tie_word_embeddings=False,
+        ),
+    ),
+    shape(4, 4, **lfm2([FULL, FULL], block_multiple_of=8)),
+]
 CLASSES = {
     "ministral": "MinistralConfig",
     "ministral3": "Ministral3Config",
@@ -518,6 +555,7 @@ CLASSES = {
     "qwen3_5": "Qwen3_5TextConfig",
     "granite_hybrid": "GraniteMoeHybridConfig",
     "nemotron_h": "NemotronHConfig",
+    "lfm2": "Lfm2Config",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
 

@@ -23,7 +23,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How a router scores experts. Of scores that are added up to one, `least_sum` is the least divisor."""
+    """How a router scores experts. Scores that are to add up to one are divided by their sum plus `added_to_sum`, by at
+    least `least_sum`.
+    """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
     # A number for each expert is added to its score when experts are chosen, but not in their shares.
@@ -35,6 +37,7 @@ class Routing:
     num_best: int = 2
     factor: float = 1.0  # of shares
     least_sum: float = 1e-20
+    added_to_sum: float = 0.0  # before
     in_float32: bool = False  # the router's weight, whatever the model's dtype
 
 
@@ -130,8 +133,10 @@ class MambaOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentLayers:
-    """Layers with a recurrent state in place of keys and values, see `gated_delta_net` and `mamba2`. It is float32 of
-    `state_shape`, and the last W - 1 inputs of the convolution.
+    """Layers with a recurrent state in place of keys and values, see `gated_delta_net`, `mamba2` and `lfm2`. It is the
+    last W - 1 inputs of a convolution, and float32 of `state_shape`.
+
+    Of LFM2 there is only the former: the key dim is 0, and each of N heads has a channel.
     """
 
     layers: tuple[int, ...]
@@ -141,10 +146,16 @@ class RecurrentLayers:
     value_dim: int  # F
     num_taps: int  # W, of the convolution
     mamba: MambaOptions | None = None  # if they are Mamba-2
+    convolution_bias: bool = False  # of LFM2, also of its projections
+
+    @property
+    def has_matrix(self) -> bool:
+        """Whether the state is more than inputs of the convolution."""
+        return self.key_dim > 0
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """[N, J, D, F]; of Mamba-2, where heads with the same keys have one, [N, D, J F]."""
+        """[N, J, D, F]; of Mamba-2, where heads with the same keys have one, [N, D, J F]. Only if `has_matrix`."""
         if self.mamba is not None:
             return (self.num_key_heads, self.key_dim, self.values_per_key * self.value_dim)
         return (self.num_key_heads, self.values_per_key, self.key_dim, self.value_dim)
@@ -308,7 +319,7 @@ def decoder_config(
         "dtype": jnp.dtype(dtype),
         "max_model_len": length,
         "norm_eps": facts["norm_eps"] if "norm_eps" in facts else hf.rms_norm_eps,
-        "activation": activation_of(hf, architecture),
+        "activation": facts.get("activation") or activation_of(hf, architecture),
         "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "windows": windows,
         "ropes": facts.get("ropes")

@@ -47,6 +47,7 @@ from jaxpage.models.granite_hybrid import (
     granite_hybrid_parts,
 )
 from jaxpage.models.layers import RMSNorm
+from jaxpage.models.lfm2 import lfm2, lfm2_config, lfm2_moe_config, lfm2_name, lfm2_parts
 from jaxpage.models.llama_like import (
     ernie_config,
     ministral3_config,
@@ -148,6 +149,10 @@ _GEMMA_4 = Family(
     config_from_hf=gemma4_config, module=gemma4, weight_map=gemma4_experts, is_idle=shared_kv
 )
 
+_LFM2 = Family(
+    config_from_hf=lfm2_config, module=lfm2, weight_map=lfm2_parts, tensor_name=lfm2_name
+)
+
 _QWEN_3_5 = Family(
     config_from_hf=qwen3_5_config,
     module=qwen3_5,
@@ -231,6 +236,8 @@ REGISTRY: dict[str, Family] = {
         weight_map=granite_hybrid_parts,
         tensor_name=granite_name,
     ),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": replace(_LFM2, config_from_hf=lfm2_moe_config),
     "LlamaForCausalLM": Family(),
     "MiniMaxM2ForCausalLM": Family(
         config_from_hf=minimax_m2_config,
@@ -257,11 +264,9 @@ REGISTRY: dict[str, Family] = {
         tensor_name=nemotron_h_name,
         is_idle=further_predictors,
     ),
-    "Olmo2ForCausalLM": Family(
-        config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo
-    ),
-    "Olmo3ForCausalLM": Family(
-        config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo
+    **dict.fromkeys(
+        ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+        Family(config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo),
     ),
     "OlmoeForCausalLM": Family(config_from_hf=olmoe_config, weight_map=separate_experts),
     "Phi3ForCausalLM": Family(weight_map=fused_projections),

@@ -30,7 +30,7 @@ _OF_A_BLOCK = (
     "hook_resid_post",  # [B, T, E] the output of the layer
 )
 # Attributes of layers: attention, a recurrent state or an MLP, or whichever of them is the only one.
-_MODULES = ("self_attn", "linear_attn", "mamba", "mlp", "mixer")
+_MODULES = ("self_attn", "linear_attn", "mamba", "conv", "mlp", "mixer")
 LAST_POINT = "ln_final.hook_normalized"
 
 

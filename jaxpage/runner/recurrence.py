@@ -40,8 +40,10 @@ def recurrent_fields(sizes: RecurrentLayers, num_slots: int, dtype: DTypeLike) -
     """The fields of all slots, for models that compute in `dtype`."""
     # Two axes: XLA would store three or so inputs in the eight rows of a TPU's registers.
     inputs = (num_slots, (sizes.num_taps - 1) * sizes.num_channels)
-    state = (num_slots, *sizes.state_shape)
     of_inputs = {_INPUTS.format(i): jnp.zeros(inputs, words_of(dtype)) for i in sizes.layers}
+    if not sizes.has_matrix:
+        return of_inputs
+    state = (num_slots, *sizes.state_shape)
     return of_inputs | {_STATE.format(i): jnp.zeros(state, jnp.float32) for i in sizes.layers}
 
 
@@ -49,7 +51,8 @@ def recurrent_axes(sizes: RecurrentLayers | None, num_devices: int) -> dict[str,
     """The logical axes of these fields, see `parallel.sharding`; none if devices cannot have equally many heads."""
     if sizes is None or sizes.num_key_heads % num_devices:
         return {}
-    return {name.format(i): ("rows", "heads") for name in (_INPUTS, _STATE) for i in sizes.layers}
+    names = (_INPUTS, _STATE) if sizes.has_matrix else (_INPUTS,)
+    return {name.format(i): ("rows", "heads") for name in names for i in sizes.layers}
 
 
 def make_copy_states(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:

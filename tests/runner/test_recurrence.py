@@ -15,7 +15,7 @@ from jaxpage.models.config import MambaOptions, RecurrentLayers
 from jaxpage.models.recurrence import Recurrence, WholeSequences
 from jaxpage.ops.delta_rule import AnyTokens, to_tokens
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.recurrence import SlotRecurrence, recurrent_fields
+from jaxpage.runner.recurrence import SlotRecurrence, recurrent_axes, recurrent_fields
 from pallas_kernels.mamba2 import reference as mamba2
 from tests.models.test_delta_rule import HEADS, KEY_DIM, VALUE_DIM, VALUES, inputs
 
@@ -31,7 +31,13 @@ OPTIONS = MambaOptions(
     projection_bias=False, convolution_bias=False, time_steps=(0.0, float("inf"))
 )
 MAMBA2 = replace(SIZES, mamba=OPTIONS)
-each_kind = pytest.mark.parametrize("sizes", [SIZES, MAMBA2], ids=["delta rule", "Mamba-2"])
+# As many channels, and no matrices.
+CONVOLUTION = replace(
+    SIZES, num_key_heads=SIZES.num_channels, values_per_key=1, key_dim=0, value_dim=1
+)
+each_kind = pytest.mark.parametrize(
+    "sizes", [SIZES, MAMBA2, CONVOLUTION], ids=["delta rule", "Mamba-2", "convolution"]
+)
 LAYER, NUM_SLOTS, NUM_ROWS, NUM_TOKENS = 3, 6, 4, 160
 LENGTH = 150  # of each sequence
 WEIGHT = np.random.default_rng(9).standard_normal((SIZES.num_channels, 4)).astype(np.float32)
@@ -44,6 +50,13 @@ def convolved(recurrence: Recurrence, x: jax.Array) -> jax.Array:
     return jnp.concatenate(parts, axis=-1)
 
 
+def outputs(
+    sizes: RecurrentLayers, recurrence: Recurrence, x: jax.Array, tokens: AnyTokens
+) -> tuple[jax.Array, ...]:
+    out = convolved(recurrence, x)
+    return (out, recurrence.advance(LAYER, tokens)) if sizes.has_matrix else (out,)
+
+
 class Sequences:
     """Sequences 1, 2, ..., each in the slot of its number, and their steps on the device."""
 
@@ -53,10 +66,7 @@ class Sequences:
         self.x = self.x.astype(np.float32)
         self.tokens = tokens_of(sizes, number)
         whole = WholeSequences()
-        self.expected = (
-            convolved(whole, jnp.asarray(self.x)),
-            whole.advance(LAYER, self.tokens),
-        )
+        self.expected = outputs(sizes, whole, jnp.asarray(self.x), self.tokens)
         # What was in a slot before its sequence must not show.
         fields = recurrent_fields(sizes, NUM_SLOTS, jnp.float32)
         self.state = jax.tree.map(
@@ -119,7 +129,7 @@ def _step(sizes: RecurrentLayers, bucket: Bucket):
     @jax.jit
     def run(state, batch, x, tokens):
         recurrence = SlotRecurrence(sizes, state, batch, bucket, on_gpu=False)
-        out = convolved(recurrence, x), recurrence.advance(LAYER, tokens)
+        out = outputs(sizes, recurrence, x, tokens)
         return recurrence.state, *out
 
     return run
@@ -159,7 +169,9 @@ def test_a_slot_is_as_new_for_the_next_sequence():
     sequences.step([(1, 1), (2, 1)], decode=True)
 
 
-@pytest.mark.parametrize(("prompt", "sizes"), [(1, SIZES), (30, SIZES), (30, MAMBA2)])
+@pytest.mark.parametrize(
+    ("prompt", "sizes"), [(1, SIZES), (30, SIZES), (30, MAMBA2), (1, CONVOLUTION)]
+)
 def test_siblings_start_with_the_state_after_the_prompt(prompt, sizes):
     sequences = Sequences(2, sizes)
     sequences.x[1] = sequences.x[0]
@@ -168,6 +180,16 @@ def test_siblings_start_with_the_state_after_the_prompt(prompt, sizes):
     sequences.done[2] = prompt  # slot 2 goes on where slot 1 is
     sequences.step([(1, prompt), (2, 0)])
     sequences.step([(2, 40), (1, 1)])
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_layers_that_only_convolve_keep_inputs_and_nothing_else(num_devices):
+    fields = recurrent_fields(CONVOLUTION, NUM_SLOTS, jnp.bfloat16)
+    assert {name: x.shape for name, x in fields.items()} == {
+        f"convolution_{LAYER}": (NUM_SLOTS, 3 * CONVOLUTION.num_channels)
+    }
+    divides = CONVOLUTION.num_channels % num_devices == 0
+    assert set(recurrent_axes(CONVOLUTION, num_devices)) == (set(fields) if divides else set())
 
 
 @pytest.mark.slow
