@@ -62,6 +62,7 @@ FAMILIES = {
     "nemotron_h_moe": "Nemotron-H (Nemotron 3), with experts",
     "lfm2": "LFM2, without experts",
     "lfm2_moe": "LFM2, with experts",
+    "falcon_h1": "Falcon-H1",
 }
 # The same of families that take pictures.
 PICTURE_FAMILIES = {

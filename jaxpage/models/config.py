@@ -96,6 +96,11 @@ class Scales:
 
     embedding: float | None = None  # of token embeddings
     residual: float | None = None  # of the outputs of attention and MLP
+    # Falcon-H1, in each layer: of the input and output of attention, those of the recurrent part, and the MLP's gate
+    # before the activation and its output.
+    attention: tuple[float, float] | None = None
+    recurrence: tuple[float, float] | None = None
+    mlp: tuple[float, float] | None = None
     logits: float | None = None
     logits_soft_cap: float | None = None  # cap * tanh(logits / cap), after the factor
 
@@ -129,6 +134,12 @@ class MambaOptions:
     projection_bias: bool
     convolution_bias: bool
     time_steps: tuple[float, float]  # the least and the most
+    output_bias: bool | None = None  # None: as `projection_bias`
+    # What is normalised: what the gate has multiplied, what it multiplies then, or nothing.
+    norm: Literal["gated", "before the gate"] | None = "gated"
+    factors: tuple[float, ...] | None = (
+        None  # of the parts of the projection, see `mamba2.part_sizes`
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +158,7 @@ class RecurrentLayers:
     num_taps: int  # W, of the convolution
     mamba: MambaOptions | None = None  # if they are Mamba-2
     convolution_bias: bool = False  # of LFM2, also of its projections
+    beside_attention: bool = False  # the layers have both (Falcon-H1)
 
     @property
     def has_matrix(self) -> bool:
@@ -248,8 +260,9 @@ class ModelConfig:
         """The layers with attention."""
         if self.mixers is not None:
             return tuple(i for i, mixer in enumerate(self.mixers) if mixer == "attention")
-        recurrent = () if self.recurrent is None else self.recurrent.layers
-        return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
+        sizes = self.recurrent
+        without = () if sizes is None or sizes.beside_attention else sizes.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in without)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:

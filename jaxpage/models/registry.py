@@ -5,8 +5,8 @@ Knows families; must not know devices, meshes or files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,12 @@ from jaxpage.models.deepseek import (
 )
 from jaxpage.models.eagle import eagle_name
 from jaxpage.models.eagle3 import eagle3_name
+from jaxpage.models.falcon_h1 import (
+    falcon_h1,
+    falcon_h1_config,
+    falcon_h1_parts,
+)
+from jaxpage.models.family import Family
 from jaxpage.models.gemma import (
     gemma,
     gemma1,
@@ -103,9 +109,6 @@ from jaxpage.models.sources import (
     minimax_name,
     mixtral_experts,
     mtp_modules,
-    nothing,
-    same_name,
-    same_names,
     separate_experts,
     shared_kv,
     text_and_pictures,
@@ -124,25 +127,6 @@ from jaxpage.pictures.settings import read_settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """How to build the models with one architecture name."""
-
-    config_from_hf: Callable[..., ModelConfig] = decoder_config  # (hf, *, dtype, max_model_len)
-    module: Callable[[ModelConfig], CausalLM] = CausalLM
-    # Parameters that are not a tensor with the same name: path -> place in the checkpoint.
-    weight_map: Callable[[ModelConfig], dict[str, Place]] = same_names
-    # A tensor's name in the checkpoint -> ours; None: it belongs to an unsupported part.
-    tensor_name: Callable[[str], str | None] = same_name
-    # Whether a tensor, under our name, is of a part of the text model that computes nothing.
-    is_idle: Callable[[ModelConfig, str], bool] = nothing
-    # For families that take pictures, creates the processor: (hf, settings, *, tokenizer, options). Their ModelConfig
-    # has a `vision`, their model a `visual`.
-    processor: Callable[..., PictureProcessor] | None = None
-    # The same checkpoints without their encoder, for engines without pictures.
-    text_only: Family | None = None
 
 
 _GEMMA_4 = Family(
@@ -189,6 +173,9 @@ REGISTRY: dict[str, Family] = {
     ),
     "Exaone4ForCausalLM": Family(
         config_from_hf=exaone4_config, module=partial(post_norm, norm=RMSNorm)
+    ),
+    "FalconH1ForCausalLM": Family(
+        config_from_hf=falcon_h1_config, module=falcon_h1, weight_map=falcon_h1_parts
     ),
     "Gemma2ForCausalLM": Family(config_from_hf=gemma2_config, module=gemma),
     "Gemma3ForCausalLM": Family(config_from_hf=gemma3_config, module=gemma),
