@@ -68,9 +68,11 @@ def num_cached_states(
 
 
 def choose_kernel(model: ModelConfig, device: Device, *, num_devices: int) -> Choice[str | None]:
-    """What changes the states of rows with one token, see `ops.state_kernel`; XLA if the model has no such state."""
+    """What changes the states of rows with one token, see `ops.state_kernel`; XLA if the model has no such state, or
+    only inputs of convolutions.
+    """
     sizes = model.recurrent
-    if sizes is None:
+    if sizes is None or not sizes.has_matrix:
         return Choice("xla", None)
     num_keys, *others = sizes.state_shape
     share = num_keys if num_keys % num_devices else num_keys // num_devices

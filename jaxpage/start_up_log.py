@@ -123,17 +123,19 @@ def kv_cache_line(spec: EngineSpec) -> str:
 
 
 def recurrent_state_line(spec: EngineSpec) -> str:
-    """Of running sequences and of the prefix cache, with their bytes on all devices, and what changes them."""
+    """Of running sequences and of the prefix cache, with their bytes on all devices, and what changes their matrices,
+    if they have any.
+    """
     model, number = spec.model.config, spec.config.max_num_seqs
     assert model.recurrent is not None
     size = sequence_bytes(model.recurrent, model.dtype, num_drafts=spec.config.num_drafts)
     num_cached = spec.step_spec.num_cached_states
     cached = f"{_short(num_cached * size)}B for {num_cached} in the" if num_cached else "no"
+    line = f"state     {_short(number * size)}B of recurrent state for {number} sequences, {cached} prefix cache"
+    if not model.recurrent.has_matrix:
+        return line
     choice = _choice_of_kernel(spec)
-    return (
-        f"state     {_short(number * size)}B of recurrent state for {number} sequences, {cached} prefix cache, "
-        f"decode: {describe(choice.name, choice.reason)}"
-    )
+    return f"{line}, decode: {describe(choice.name, choice.reason)}"
 
 
 def _choice_of_kernel(spec: EngineSpec) -> Choice[str | None]:

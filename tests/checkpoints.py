@@ -260,7 +260,7 @@ def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) 
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # Gemma 4's
                 buffer.uniform_(0.6, 1.2)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)
     model.save_pretrained(path)
     return Path(path)

@@ -13,6 +13,7 @@ from tests import checkpoints
 from tests.checkpoints import shape
 
 SLIDING, FULL, RECURRENT = "sliding_attention", "full_attention", "linear_attention"
+CONVOLUTION = "conv"
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 LINEAR = DEFAULT | {"rope_type": "linear", "factor": 2.5}
 YARN = DEFAULT | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -99,6 +100,39 @@ def nemotron_h(
         # In transformers the least time step of a prompt, here and in vLLM only of initial weights. So small,
         # it is no limit there.
         "time_step_min": 1e-9,
+        **other,
+    }
+
+
+def lfm2(kinds: list[str], rope: dict[str, Any] = DEFAULT, **other: Any) -> dict[str, Any]:
+    """LFM2's. kinds: of layers."""
+    return {
+        "layer_types": kinds,
+        "num_hidden_layers": len(kinds),
+        "rope_parameters": rope,
+        **other,
+    }
+
+
+def falcon_h1(*, heads: tuple[int, int], dims: tuple[int, int], **other: Any) -> dict[str, Any]:
+    """Falcon-H1's. heads and dims as Granite 4's."""
+    num_heads = heads[0] * heads[1]
+    return {
+        "mamba_n_groups": heads[0],
+        "mamba_n_heads": num_heads,
+        "mamba_d_ssm": num_heads * dims[1],
+        "mamba_d_head": dims[1],
+        "mamba_d_state": dims[0],
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.7,
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.5,
+        "mlp_multipliers": [0.9, 0.4],
+        "ssm_multipliers": [0.7, 0.5, 0.6, 0.8, 0.9],
+        "rope_parameters": DEFAULT,
         **other,
     }
 
@@ -497,6 +531,61 @@ VARIANTS["nemotron_h"] = [
         **nemotron_h("-M*", heads=(4, 1), dims=(8, 32), mlp_hidden_act="gelu_pytorch_tanh"),
     ),
 ]
+VARIANTS["lfm2"] = [
+    shape(
+        4,
+        2,
+        **lfm2(
+            [CONVOLUTION, CONVOLUTION, FULL, CONVOLUTION],
+            block_multiple_of=16,
+            block_ffn_dim_multiplier=1.2,
+        ),
+    ),
+    shape(
+        8,
+        1,
+        hidden=64,
+        **lfm2(
+            [FULL, CONVOLUTION, FULL],
+            YARN,
+            conv_L_cache=4,
+            conv_bias=True,
+            norm_eps=1e-3,
+            block_auto_adjust_ff_dim=False,
+            tie_word_embeddings=False,
+        ),
+    ),
+    shape(4, 4, **lfm2([FULL, FULL], block_multiple_of=8)),
+]
+VARIANTS["falcon_h1"] = [
+    shape(4, 2, hidden=48, **falcon_h1(heads=(2, 3), dims=(24, 16))),
+    shape(
+        8,
+        1,
+        hidden=64,
+        **falcon_h1(
+            heads=(1, 8),
+            dims=(16, 16),
+            head_dim=16,
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            mamba_d_conv=3,
+            mamba_conv_bias=False,
+            mamba_proj_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            time_step_limit=[0.2, 1.0],
+            rope_parameters=YARN,
+        ),
+    ),
+    shape(
+        4,
+        4,
+        layers=1,
+        **falcon_h1(heads=(2, 2), dims=(8, 32), mamba_rms_norm=True, projectors_bias=True),
+    ),
+]
 CLASSES = {
     "ministral": "MinistralConfig",
     "ministral3": "Ministral3Config",
@@ -518,6 +607,8 @@ CLASSES = {
     "qwen3_5": "Qwen3_5TextConfig",
     "granite_hybrid": "GraniteMoeHybridConfig",
     "nemotron_h": "NemotronHConfig",
+    "lfm2": "Lfm2Config",
+    "falcon_h1": "FalconH1Config",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
 

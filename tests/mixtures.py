@@ -12,10 +12,12 @@ from typing import Any
 from tests import checkpoints
 from tests.checkpoints import shape
 from tests.dense_families import (
+    CONVOLUTION,
     LINEAR,
     RECURRENT,
     gemma4,
     granite_hybrid,
+    lfm2,
     multipliers,
     nemotron_h,
     qwen3_5,
@@ -563,6 +565,30 @@ VARIANTS["nemotron_h_moe"] = [
         norm_topk_prob=False,
     ),
 ]
+VARIANTS["lfm2_moe"] = [
+    shape(
+        4,
+        2,
+        **lfm2([CONVOLUTION, FULL, CONVOLUTION], num_dense_layers=1),
+        **qwen(8, 3, moe_intermediate_size=24),
+        routed_scaling_factor=1.5,
+    ),
+    shape(
+        8,
+        1,
+        hidden=64,
+        **lfm2(
+            [CONVOLUTION, FULL, CONVOLUTION],
+            YARN,
+            num_dense_layers=0,
+            conv_bias=True,
+            use_expert_bias=False,
+            norm_topk_prob=False,
+            tie_word_embeddings=False,
+        ),
+        **qwen(6, 2, moe_intermediate_size=16),
+    ),
+]
 CLASSES = {
     "mixtral": "MixtralConfig",
     "qwen2_moe": "Qwen2MoeConfig",
@@ -582,6 +608,7 @@ CLASSES = {
     "qwen3_next": "Qwen3NextConfig",
     "granite_hybrid_moe": "GraniteMoeHybridConfig",
     "nemotron_h_moe": "NemotronHConfig",
+    "lfm2_moe": "Lfm2MoeConfig",
 }
 CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
 

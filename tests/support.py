@@ -60,6 +60,9 @@ FAMILIES = {
     "granite_hybrid_moe": "Granite 4, with experts",
     "nemotron_h": "Nemotron-H, without experts",
     "nemotron_h_moe": "Nemotron-H (Nemotron 3), with experts",
+    "lfm2": "LFM2, without experts",
+    "lfm2_moe": "LFM2, with experts",
+    "falcon_h1": "Falcon-H1",
 }
 # The same of families that take pictures.
 PICTURE_FAMILIES = {

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig
@@ -17,7 +18,7 @@ from jaxpage.device import Device
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.ops import state_kernel
 from jaxpage.prompts import Limits
-from jaxpage.recurrent_state import choose_kernel
+from jaxpage.recurrent_state import choose_kernel, sequence_bytes
 from jaxpage.start_up_log import recurrent_state_line
 from pallas_kernels import hopper
 from tests.aot.recurrent import MODELS
@@ -83,6 +84,21 @@ def test_the_states_of_models_are_the_kernels(name, num_devices, tmp_path, can_c
     for device, platform in ((HOPPER, "gpu"), (TPU, "tpu"), (CPU, None)):
         choice = choose_kernel(model, device, num_devices=num_devices)
         assert (choice.chosen, choice.reason) == (platform, None)
+
+
+def test_layers_that_only_convolve_have_inputs_of_convolutions_and_no_kernel(tmp_path):
+    """Of LFM2-1.2B two inputs of 2,048 channels, in two layers."""
+    kinds = ["conv", "full_attention", "conv"]
+    sizes = {"vocab_size": 96, "layer_types": kinds, "num_hidden_layers": 3, "hidden_size": 2048}
+    names = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(names | sizes))
+    spec = replace(spec_of(tmp_path, max_num_seqs=100), hardware=TPU)
+    assert sequence_bytes(spec.model.config.recurrent, jnp.bfloat16) == 2 * 2 * 2048 * 2
+    assert choose_kernel(spec.model.config, TPU, num_devices=1).chosen is None
+    assert spec.step_spec.state_kernel is None
+    assert recurrent_state_line(spec) == (
+        "state     1.64 MB of recurrent state for 100 sequences, 3.28 MB for 200 in the prefix cache"
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from jaxpage.runner.recurrence import recurrent_axes
 
 def numbers_of_recurrence(spec: EngineSpec) -> dict[str, int] | None:
     """What `estimate` needs, of one device: bytes of a sequence's state in all layers, which a decode step reads and
-    writes; how many more the prefix cache has; flops per token of a decode step and of a prompt. None for a model
-    without recurrent state.
+    writes; how many more the prefix cache has; flops per token of a decode step and of a prompt, without those of
+    convolutions. None for a model without recurrent state.
     """
     model = spec.model.config
     sizes = model.recurrent
@@ -48,6 +48,8 @@ def flops_in_a_chunk(sizes: RecurrentLayers) -> int:
     heads 4 C^2 log2(C) for the inverse, 2 C (F + D) for its products with values and keys, 6 D F for those with the
     state, and 2 C F for that of scores and values. Mamba-2: 2 N C D for keys with queries, and 2 C F and 4 D F.
     """
+    if not sizes.has_matrix:
+        return 0
     chunk, keys, values = CHUNK, sizes.key_dim, sizes.value_dim
     if sizes.mamba is not None:
         of_a_head = 2 * chunk * values + 4 * keys * values
@@ -60,7 +62,7 @@ def flops_in_a_chunk(sizes: RecurrentLayers) -> int:
 def temp_bytes_of_recurrence(spec: EngineSpec) -> int:
     """In addition to `steps.most_temp_bytes`: what a step prepares of all chunks, in float32, and results."""
     sizes = spec.model.config.recurrent
-    if sizes is None:
+    if sizes is None or not sizes.has_matrix:
         return 0
     of_a_head = 4 * (sizes.key_dim + sizes.value_dim + CHUNK)
     num_tokens = spec.config.max_num_batched_tokens + CHUNK

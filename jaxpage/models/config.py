@@ -23,7 +23,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How a router scores experts. Of scores that are added up to one, `least_sum` is the least divisor."""
+    """How a router scores experts. Scores that are to add up to one are divided by their sum plus `added_to_sum`, by at
+    least `least_sum`.
+    """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
     # A number for each expert is added to its score when experts are chosen, but not in their shares.
@@ -35,6 +37,7 @@ class Routing:
     num_best: int = 2
     factor: float = 1.0  # of shares
     least_sum: float = 1e-20
+    added_to_sum: float = 0.0  # before
     in_float32: bool = False  # the router's weight, whatever the model's dtype
 
 
@@ -93,6 +96,11 @@ class Scales:
 
     embedding: float | None = None  # of token embeddings
     residual: float | None = None  # of the outputs of attention and MLP
+    # Falcon-H1, in each layer: of the input and output of attention, those of the recurrent part, and the MLP's gate
+    # before the activation and its output.
+    attention: tuple[float, float] | None = None
+    recurrence: tuple[float, float] | None = None
+    mlp: tuple[float, float] | None = None
     logits: float | None = None
     logits_soft_cap: float | None = None  # cap * tanh(logits / cap), after the factor
 
@@ -126,12 +134,20 @@ class MambaOptions:
     projection_bias: bool
     convolution_bias: bool
     time_steps: tuple[float, float]  # the least and the most
+    output_bias: bool | None = None  # None: as `projection_bias`
+    # What is normalised: what the gate has multiplied, what it multiplies then, or nothing.
+    norm: Literal["gated", "before the gate"] | None = "gated"
+    factors: tuple[float, ...] | None = (
+        None  # of the parts of the projection, see `mamba2.part_sizes`
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentLayers:
-    """Layers with a recurrent state in place of keys and values, see `gated_delta_net` and `mamba2`. It is float32 of
-    `state_shape`, and the last W - 1 inputs of the convolution.
+    """Layers with a recurrent state in place of keys and values, see `gated_delta_net`, `mamba2` and `lfm2`. It is the
+    last W - 1 inputs of a convolution, and float32 of `state_shape`.
+
+    Of LFM2 there is only the former: the key dim is 0, and each of N heads has a channel.
     """
 
     layers: tuple[int, ...]
@@ -141,10 +157,17 @@ class RecurrentLayers:
     value_dim: int  # F
     num_taps: int  # W, of the convolution
     mamba: MambaOptions | None = None  # if they are Mamba-2
+    convolution_bias: bool = False  # of LFM2, also of its projections
+    beside_attention: bool = False  # the layers have both (Falcon-H1)
+
+    @property
+    def has_matrix(self) -> bool:
+        """Whether the state is more than inputs of the convolution."""
+        return self.key_dim > 0
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """[N, J, D, F]; of Mamba-2, where heads with the same keys have one, [N, D, J F]."""
+        """[N, J, D, F]; of Mamba-2, where heads with the same keys have one, [N, D, J F]. Only if `has_matrix`."""
         if self.mamba is not None:
             return (self.num_key_heads, self.key_dim, self.values_per_key * self.value_dim)
         return (self.num_key_heads, self.values_per_key, self.key_dim, self.value_dim)
@@ -160,7 +183,9 @@ class RecurrentLayers:
 
     @property
     def num_changes(self) -> int:
-        """How many numbers of a token change the state: its keys, values and gates, see `ops.delta_rule`."""
+        """How many numbers of a token change the matrices: its keys, values and gates, see `ops.delta_rule`."""
+        if not self.has_matrix:
+            return 0
         gates = 2 if self.mamba is None else 1
         return self.num_key_heads * self.key_dim + self.num_value_heads * (self.value_dim + gates)
 
@@ -243,8 +268,9 @@ class ModelConfig:
         """The layers with attention."""
         if self.mixers is not None:
             return tuple(i for i, mixer in enumerate(self.mixers) if mixer == "attention")
-        recurrent = () if self.recurrent is None else self.recurrent.layers
-        return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
+        sizes = self.recurrent
+        without = () if sizes is None or sizes.beside_attention else sizes.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in without)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
@@ -314,7 +340,7 @@ def decoder_config(
         "dtype": jnp.dtype(dtype),
         "max_model_len": length,
         "norm_eps": facts["norm_eps"] if "norm_eps" in facts else hf.rms_norm_eps,
-        "activation": activation_of(hf, architecture),
+        "activation": facts.get("activation") or activation_of(hf, architecture),
         "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "windows": windows,
         "ropes": facts.get("ropes")

@@ -173,11 +173,13 @@ class MLP(nnx.Module):
         return {"gate_up_proj": {"gate_proj": self._inner, "up_proj": self._inner}}
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.gate_up_proj is None:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        else:
-            gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        gate, up = self._gate_and_up(x)
         return self.down_proj(ACTIVATION_FUNCTIONS[self.activation](gate) * up)
+
+    def _gate_and_up(self, x: jax.Array) -> Sequence[jax.Array]:
+        if self.gate_up_proj is None:
+            return self.gate_proj(x), self.up_proj(x)
+        return jnp.split(self.gate_up_proj(x), 2, axis=-1)
 
 
 def mlp_or_experts(config: ModelConfig, index: int) -> MLP | MixtureOfExperts:

@@ -131,17 +131,33 @@ class Convolutions(nnx.Module):
 
 
 class GatedGroupNorm(nnx.Module):
-    """x silu(gate), divided by its rms in each group, times the weight, in float32."""
+    """x silu(gate), divided by its rms in each group, times the weight, in float32; or x, and the gate afterwards."""
 
     def __init__(self, config: ModelConfig, size: int, num_groups: int):
+        assert config.recurrent is not None and config.recurrent.mamba is not None
         self.eps, self.num_groups = config.norm_eps, num_groups
+        self.gates_first = config.recurrent.mamba.norm == "gated"
         units, init = (num_groups,), Constant(1.0)
         self.weight = param((size,), axes=("heads",), units=units, init=init, dtype=config.dtype)
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
-        x = x * jax.nn.silu(gate.astype(jnp.float32))
+        if self.gates_first:
+            return self._normed(gated(x, gate))
+        return gated(self._normed(x), gate)
+
+    def _normed(self, x: jax.Array) -> jax.Array:
         normed = normalise(x.reshape(*x.shape[:-1], self.num_groups, -1), self.eps)
         return normed.reshape(x.shape) * _like(self.weight, x)
+
+
+def gated(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """float32 x silu(gate)"""
+    return x * jax.nn.silu(gate.astype(jnp.float32))
+
+
+def times(x: jax.Array, factor: float) -> jax.Array:
+    """In x's dtype. The factor is float32, as that of a torch tensor is."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _like(parameter: nnx.Param, x: jax.Array) -> jax.Array:
@@ -157,6 +173,7 @@ class Mamba2(nnx.Module):
         self.config, self.options, self.index = config.recurrent, config.recurrent.mamba, index
         self.rows, num_groups = part_sizes(config), self.config.num_key_heads
         embed, inner, bias = config.hidden_size, self.rows["x"], self.options.projection_bias
+        output_bias = bias if self.options.output_bias is None else self.options.output_bias
         init, dtype = Normal(config.initializer_range), config.dtype
 
         def projection(num_out: int) -> Linear:
@@ -178,12 +195,13 @@ class Mamba2(nnx.Module):
         self.in_proj: Linear | None = None  # joined, see `weights.transform`
         self.conv = Convolutions(config)
         self.A_log, self.dt_bias, self.D = of_heads(0.0), of_heads(1.0), of_heads(1.0)
-        self.norm = GatedGroupNorm(config, inner, num_groups)
+        has_norm = self.options.norm is not None
+        self.norm = GatedGroupNorm(config, inner, num_groups) if has_norm else None
         self.out_proj = Linear(
             (embed, inner),
             axes=("embed", "heads"),
             units=(embed, num_groups),
-            bias=bias,
+            bias=output_bias,
             init=init,
             dtype=dtype,
         )
@@ -216,11 +234,17 @@ class Mamba2(nnx.Module):
         )
         skips = _like(self.D, log_decay).reshape(*[1] * len(lead), *of_heads[-2:], 1)
         out = recurrence.advance(self.index, tokens).reshape(of_values) + skips * values
-        return self.out_proj(self.norm(out.reshape(*lead, -1), gate).astype(x.dtype))
+        out = (self.norm or gated)(out.reshape(*lead, -1), gate)
+        return self.out_proj(out.astype(x.dtype))
 
     def _projected(self, x: jax.Array) -> list[jax.Array]:
         """z, x, B, C, dt"""
         if self.in_proj is None:
-            return [getattr(self, f"in_proj_{part}")(x) for part in self.rows]
-        ends = list(itertools.accumulate(self.rows.values()))[:-1]
-        return jnp.split(self.in_proj(x), ends, axis=-1)
+            parts = [getattr(self, f"in_proj_{part}")(x) for part in self.rows]
+        else:
+            ends = list(itertools.accumulate(self.rows.values()))[:-1]
+            parts = jnp.split(self.in_proj(x), ends, axis=-1)
+        if self.options.factors is None:
+            return parts
+        factors = zip(parts, self.options.factors, strict=True)
+        return [times(part, factor) for part, factor in factors]

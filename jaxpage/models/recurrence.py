@@ -32,7 +32,7 @@ class Recurrence(Protocol):
 
     def advance(self, layer: int, tokens: AnyTokens) -> jax.Array:
         """The outputs of the tokens, which change the state: float32[..., T, N, J, F], of Mamba-2 [..., T, N, J F], see
-        `ops.delta_rule`. tokens have the axes [..., T].
+        `ops.delta_rule`. tokens have the axes [..., T]. Not for layers that have only a convolution.
         """
         ...
 

@@ -5,8 +5,8 @@ Knows families; must not know devices, meshes or files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,12 @@ from jaxpage.models.deepseek import (
 )
 from jaxpage.models.eagle import eagle_name
 from jaxpage.models.eagle3 import eagle3_name
+from jaxpage.models.falcon_h1 import (
+    falcon_h1,
+    falcon_h1_config,
+    falcon_h1_parts,
+)
+from jaxpage.models.family import Family
 from jaxpage.models.gemma import (
     gemma,
     gemma1,
@@ -47,6 +53,7 @@ from jaxpage.models.granite_hybrid import (
     granite_hybrid_parts,
 )
 from jaxpage.models.layers import RMSNorm
+from jaxpage.models.lfm2 import lfm2, lfm2_config, lfm2_moe_config, lfm2_name, lfm2_parts
 from jaxpage.models.llama_like import (
     ernie_config,
     ministral3_config,
@@ -102,9 +109,6 @@ from jaxpage.models.sources import (
     minimax_name,
     mixtral_experts,
     mtp_modules,
-    nothing,
-    same_name,
-    same_names,
     separate_experts,
     shared_kv,
     text_and_pictures,
@@ -125,27 +129,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """How to build the models with one architecture name."""
-
-    config_from_hf: Callable[..., ModelConfig] = decoder_config  # (hf, *, dtype, max_model_len)
-    module: Callable[[ModelConfig], CausalLM] = CausalLM
-    # Parameters that are not a tensor with the same name: path -> place in the checkpoint.
-    weight_map: Callable[[ModelConfig], dict[str, Place]] = same_names
-    # A tensor's name in the checkpoint -> ours; None: it belongs to an unsupported part.
-    tensor_name: Callable[[str], str | None] = same_name
-    # Whether a tensor, under our name, is of a part of the text model that computes nothing.
-    is_idle: Callable[[ModelConfig, str], bool] = nothing
-    # For families that take pictures, creates the processor: (hf, settings, *, tokenizer, options). Their ModelConfig
-    # has a `vision`, their model a `visual`.
-    processor: Callable[..., PictureProcessor] | None = None
-    # The same checkpoints without their encoder, for engines without pictures.
-    text_only: Family | None = None
-
-
 _GEMMA_4 = Family(
     config_from_hf=gemma4_config, module=gemma4, weight_map=gemma4_experts, is_idle=shared_kv
+)
+
+_LFM2 = Family(
+    config_from_hf=lfm2_config, module=lfm2, weight_map=lfm2_parts, tensor_name=lfm2_name
 )
 
 _QWEN_3_5 = Family(
@@ -184,6 +173,9 @@ REGISTRY: dict[str, Family] = {
     ),
     "Exaone4ForCausalLM": Family(
         config_from_hf=exaone4_config, module=partial(post_norm, norm=RMSNorm)
+    ),
+    "FalconH1ForCausalLM": Family(
+        config_from_hf=falcon_h1_config, module=falcon_h1, weight_map=falcon_h1_parts
     ),
     "Gemma2ForCausalLM": Family(config_from_hf=gemma2_config, module=gemma),
     "Gemma3ForCausalLM": Family(config_from_hf=gemma3_config, module=gemma),
@@ -231,6 +223,8 @@ REGISTRY: dict[str, Family] = {
         weight_map=granite_hybrid_parts,
         tensor_name=granite_name,
     ),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": replace(_LFM2, config_from_hf=lfm2_moe_config),
     "LlamaForCausalLM": Family(),
     "MiniMaxM2ForCausalLM": Family(
         config_from_hf=minimax_m2_config,
@@ -257,11 +251,9 @@ REGISTRY: dict[str, Family] = {
         tensor_name=nemotron_h_name,
         is_idle=further_predictors,
     ),
-    "Olmo2ForCausalLM": Family(
-        config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo
-    ),
-    "Olmo3ForCausalLM": Family(
-        config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo
+    **dict.fromkeys(
+        ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+        Family(config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo),
     ),
     "OlmoeForCausalLM": Family(config_from_hf=olmoe_config, weight_map=separate_experts),
     "Phi3ForCausalLM": Family(weight_map=fused_projections),

@@ -49,7 +49,7 @@ class Router(Linear):
         _, chosen = jax.lax.top_k(self._preferences(scores), num_chosen)
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.settings.shares_add_up_to_one:
-            total = shares.sum(axis=-1, keepdims=True)
+            total = shares.sum(axis=-1, keepdims=True) + routing.added_to_sum
             shares = shares / jnp.maximum(total, routing.least_sum)
         return chosen, shares * routing.factor
 

@@ -20,6 +20,7 @@ Tap = Callable[[str, jax.Array], jax.Array]  # (name, value) -> the new value
 
 _OF_A_BLOCK = (
     "hook_resid_pre",  # [B, T, E] the input of the layer
+    "hook_state_out",  # [B, T, E] the output of the recurrent state, in layers that also have attention
     "attn.hook_q",  # [B, T, H, D] after norms and RoPE, like k
     "attn.hook_k",  # [B, T, K, D]
     "attn.hook_v",  # [B, T, K, D]
@@ -30,27 +31,28 @@ _OF_A_BLOCK = (
     "hook_resid_post",  # [B, T, E] the output of the layer
 )
 # Attributes of layers: attention, a recurrent state or an MLP, or whichever of them is the only one.
-_MODULES = ("self_attn", "linear_attn", "mamba", "mlp", "mixer")
+_MODULES = ("self_attn", "linear_attn", "mamba", "conv", "mlp", "mixer")
 LAST_POINT = "ln_final.hook_normalized"
 
 
 def points(config: ModelConfig) -> list[str]:
     """All names for a model, in the order of computation. Mixtures of experts have no `hook_mlp_out`, layers that read
     the keys and values of earlier ones no hooks for these, and layers with a recurrent state none inside attention.
-    Layers with either attention or an MLP have no hooks of the other. Of latent attention K is 1, and values inside are
-    of latents, as `latent_attention` computes them.
+    Layers with either attention or an MLP have no hooks of the other, and only those with both attention and a
+    recurrent state have `hook_state_out`. Of latent attention K is 1, and values inside are of latents, as
+    `latent_attention` computes them. Keys of Falcon-H1 are without `key_multiplier`.
     """
-    recurrent = () if config.recurrent is None else config.recurrent.layers
-    of_experts = () if config.experts is None else config.experts.layers
+    sizes, of_experts = config.recurrent, () if config.experts is None else config.experts.layers
 
     def missing(index: int) -> set[str]:
-        found: set[str] = set()
+        has_both = sizes is not None and sizes.beside_attention and index in sizes.layers
+        found: set[str] = set() if has_both else {"hook_state_out"}
         mixer = config.mixers[index] if config.mixers is not None else None
         if index in of_experts or mixer in ("attention", "recurrence"):
-            found = {"hook_mlp_out"}
+            found |= {"hook_mlp_out"}
         if mixer == "mlp":
             found |= {"hook_attn_out"}
-        if mixer == "mlp" or index in recurrent:
+        if index not in config.attention_layers:
             return found | {name for name in _OF_A_BLOCK if name.startswith("attn.")}
         return found | ({"attn.hook_k", "attn.hook_v"} if index not in config.kv_layers else set())
 
@@ -97,7 +99,9 @@ def tapped(module: CausalLM, tap: Tap) -> CausalLM:
             if part is None or isinstance(part, MixtureOfExperts):
                 continue
             is_mlp = attribute == "mlp" or (mixers is not None and mixers[index] == "mlp")
+            has_both = attribute == "mamba" and hasattr(layer, "self_attn")
             after = f"{name}mlp_out" if is_mlp else f"{name}attn_out"
+            after = f"{name}state_out" if has_both else after
             setattr(layer, attribute, _Tapped(part, tap, "", after))
         decoder.layers[index] = _Tapped(layer, tap, f"{name}resid_pre", f"{name}resid_post")
     return copy

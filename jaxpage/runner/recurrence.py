@@ -49,13 +49,16 @@ def recurrent_fields(
     """The fields of all slots, for models that compute in `dtype`. num_drafts: K."""
     # Two axes: XLA would store three or so inputs in the eight rows of a TPU's registers.
     inputs = (num_slots, (sizes.num_taps - 1 + num_drafts) * sizes.num_channels)
-    state = (num_slots, *sizes.state_shape)
     fields = {_INPUTS.format(i): jnp.zeros(inputs, words_of(dtype)) for i in sizes.layers}
+    if num_drafts:
+        fields[_LENGTH] = jnp.zeros(num_slots, jnp.int32)
+    if not sizes.has_matrix:
+        return fields
+    state = (num_slots, *sizes.state_shape)
     fields |= {_STATE.format(i): jnp.zeros(state, jnp.float32) for i in sizes.layers}
     if num_drafts:
         drafts = (num_slots, num_drafts * sizes.num_changes)
         fields |= {_DRAFTS.format(i): jnp.zeros(drafts, jnp.float32) for i in sizes.layers}
-        fields[_LENGTH] = jnp.zeros(num_slots, jnp.int32)
     return fields
 
 
@@ -63,7 +66,7 @@ def recurrent_axes(sizes: RecurrentLayers | None, num_devices: int) -> dict[str,
     """The logical axes of these fields, see `parallel.sharding`; none if devices cannot have equally many heads."""
     if sizes is None or sizes.num_key_heads % num_devices:
         return {}
-    names = (_INPUTS, _STATE, _DRAFTS)
+    names = (_INPUTS, _STATE, _DRAFTS) if sizes.has_matrix else (_INPUTS,)
     return {name.format(i): ("rows", "heads") for name in names for i in sizes.layers}
 
 

@@ -9,6 +9,7 @@ from jaxpage.tool_parsers import (
     gemma4,
     glm45,
     hermes,
+    lfm2,
     llama3_json,
     minimax_m2,
     mistral,
@@ -24,6 +25,7 @@ FORMATS: dict[str, Format] = {
     "gemma4": gemma4.FORMAT,
     "glm45": glm45.FORMAT,
     "hermes": hermes.FORMAT,
+    "lfm2": lfm2.FORMAT,
     "llama3_json": llama3_json.FORMAT,
     "minimax_m2": minimax_m2.FORMAT,
     "mistral": mistral.FORMAT,
@@ -51,6 +53,8 @@ _TEMPLATES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",), ()),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json"), ()),  # V3.1 has no code block
     ("gemma4", ("<|tool_call>call:", "<tool_call|>"), ()),
+    ("lfm2", ("List of tools: <|tool_list_start|>[",), ()),
+    ("lfm2", ("List of tools: [", "<|im_start|>"), ()),  # LFM2.5
     ("pythonic", ("[func_name1(params_name1=params_value1",), ("<TOOLCALL>",)),  # Nemotron
     ("llama3_json", ('"parameters": dictionary of argument name', "<|eot_id|>"), ()),
 )

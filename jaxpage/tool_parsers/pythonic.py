@@ -23,13 +23,16 @@ def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[Non
     """The list must begin the output, as in vLLM. Each part of an argument is written once it is complete."""
     source.hold()
     yield from source.run(SPACE)
-    if (yield from source.match("[")) and (yield from _read_calls(source, writer)):
+    if (yield from source.match("[")) and (yield from read_calls(source, writer)):
         source.take_held()
     writer.text(source.take_held())
     yield from read_rest(source, writer.text)
 
 
-def _read_calls(source: Source, writer: Writer) -> Reading[bool]:
+def read_calls(source: Source, writer: Writer) -> Reading[bool]:
+    """The calls of a list behind its bracket, and the one that closes it. False: what comes next is no call; the source
+    holds what was not written.
+    """
     while True:
         yield from source.run(SPACE)
         name = yield from source.run(_WORD)
@@ -84,16 +87,16 @@ def _read_arguments(source: Source, writer: Writer, name: str) -> Reading[bool]:
 
 def grammar(special_tokens: Mapping[str, int]) -> CallGrammar:
     """Values are JSON: the parser accepts it besides Python's literals."""
-    return CallGrammar(call=_call, begin="[", between=", ", end="]")
+    return CallGrammar(call=call_rules, begin="[", between=", ", end="]")
 
 
-def _call(tool: Tool, rule: str, literal: Literal) -> list[str]:
+def call_rules(tool: Tool, rule: str, literal: Literal) -> list[str]:
     """`f(a=1, b=2)` in the order of the schema; optional arguments may be missing."""
     for name in (tool.name, *tool.properties):
         if not name.isidentifier():
             raise ValueError(
                 f"{name!r} of tool {tool.name!r} is no identifier, so it cannot be called as "
-                "pythonic; rename it, or use another tool parser"
+                "Python; rename it, or use another tool parser"
             )
     required = tool.parameters.get("required", ())
     names = list(tool.properties)

@@ -17,6 +17,7 @@ from jaxpage.aot.experts import (
 )
 from jaxpage.aot.model_numbers import numbers_of_drafts, numbers_of_model, temp_bytes_at_most
 from jaxpage.aot.pictures import numbers_of_encoder
+from jaxpage.aot.recurrence import temp_bytes_of_recurrence
 from jaxpage.aot.steps import exchange_of
 from jaxpage.aot.worker import largest_step_bytes, smaller_steps
 from jaxpage.config import EngineConfig
@@ -303,6 +304,24 @@ def test_most_layers_of_qwen3_5_have_a_state_in_place_of_keys(num_devices, tmp_p
     num_states = spec.config.max_num_seqs + spec.step_spec.num_cached_states
     assert spec.lowerings().state_bytes > num_states * state // num_devices
     assert numbers_of_model(spec_of(MODELS["Qwen2.5-0.5B"], tmp_path))["recurrence"] is None
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_layers_that_only_convolve_have_inputs_and_no_products(num_devices, tmp_path):
+    """Of LFM2-1.2B, two inputs of 2,048 channels in each of two layers of three."""
+    kinds = ["conv", "full_attention", "conv"]
+    names = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "dtype": "bfloat16"}
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 3, "layer_types": kinds}
+    spec = spec_of(names | sizes, tmp_path, num_devices)
+    found = numbers_of_model(spec)
+    assert found["kv_groups"] == [[None, 1]]
+    assert found["recurrence"] == {
+        "sequence_bytes": 2 * 2 * 2048 * 2 // num_devices,
+        "num_cached": spec.step_spec.num_cached_states,
+        "flops_per_token": 0,
+        "flops_in_prompts": 0,
+    }
+    assert temp_bytes_of_recurrence(spec) == 0
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])

@@ -293,6 +293,8 @@ def test_a_family_with_latent_attention(family, queries, tmp_path):
         ("qwen3_next", ("in_proj_qkvz", "in_proj_ba")),
         ("granite_hybrid", ("in_proj",)),
         ("nemotron_h", ("in_proj", "up_proj", "down_proj")),
+        ("lfm2", ("in_proj", "w1", "w2", "w3")),
+        ("falcon_h1", ("in_proj", "gate_proj", "up_proj", "down_proj")),
     ],
 )
 def test_a_family_with_a_recurrent_state(family, projections, tmp_path):

@@ -44,6 +44,10 @@ CASES = [
     ("nemotron_h", "fp8-block", 10),
     ("nemotron_h_moe", "fp8-block", 12),
     ("nemotron_h_moe", "awq-g32", 12),
+    ("lfm2", "ct-fp8-dynamic", 16),
+    ("falcon_h1", "fp8-block", 12),
+    ("lfm2_moe", "fp8-block", 12),
+    ("lfm2_moe", "awq-g32", 12),
     # All of attention but kv_b_proj, and an MLP in one layer.
     ("deepseek_v3", "fp8-block", 14),
     ("deepseek_v2", "awq-g32", 12),
@@ -61,6 +65,9 @@ OWN_SIZES = {
     "qwen3_next": _RECURRENT
     | {"shared_expert_intermediate_size": 128, "rope_parameters": mixtures.PARTIAL},
     "nemotron_h": _NEMOTRON_H,
+    "lfm2": {"num_hidden_layers": 4, "block_multiple_of": 128},
+    "lfm2_moe": {"num_hidden_layers": 3},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_d_ssm": 256},
     "nemotron_h_moe": _NEMOTRON_H | {"moe_shared_expert_intermediate_size": 128},
 } | dict.fromkeys(
     ("granite_hybrid", "granite_hybrid_moe"),

@@ -36,6 +36,9 @@ BUILD = {
     "granite_hybrid_moe": mixtures.build,
     "nemotron_h": dense_families.build,
     "nemotron_h_moe": mixtures.build,
+    "lfm2": dense_families.build,
+    "lfm2_moe": mixtures.build,
+    "falcon_h1": dense_families.build,
 }
 
 
@@ -134,7 +137,8 @@ def test_slots_of_aborted_requests_are_as_new(path, expected):
 
 
 @pytest.mark.parametrize(
-    ("family", "devices"), [("qwen3_5", 1), ("qwen3_5", 2), ("granite_hybrid", 1)]
+    ("family", "devices"),
+    [("qwen3_5", 1), ("qwen3_5", 2), ("granite_hybrid", 1), ("lfm2", 2), ("falcon_h1", 2)],
 )
 def test_prompts_begin_with_states_in_the_prefix_cache(family, devices, tmp_path):
     path = BUILD[family](family, 0, tmp_path)

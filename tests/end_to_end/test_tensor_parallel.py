@@ -40,6 +40,7 @@ PREEMPTED = ("preempted", "swapped")
 RECURRENT = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
     *("granite_hybrid", "granite_hybrid_moe", "nemotron_h", "nemotron_h_moe"),
+    *("lfm2", "lfm2_moe", "falcon_h1"),
 )
 NOT_OF_RECURRENT = ("swapped",)
 # Of families with multi-head latent attention, whose pools are not quantised.

@@ -161,6 +161,8 @@ def first_weight(state) -> nnx.Param:
         return layer.self_attn.q_proj.weight
     if "mamba" in layer:
         return layer.mamba.in_proj_C.weight
+    if "conv" in layer:
+        return layer.conv.in_proj_C.weight
     return layer.linear_attn.in_proj_q.weight
 
 

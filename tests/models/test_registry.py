@@ -90,6 +90,7 @@ MORE = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "position_embedding_type": "rope",
     },
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "NemotronForCausalLM": {"num_key_value_heads": 8},
 }
 

@@ -60,6 +60,18 @@ def test_a_token_goes_to_the_best_experts_of_the_best_groups():
         np.testing.assert_allclose(given, row[best] / row[best].sum(), rtol=1e-5)
 
 
+def test_the_divisor_of_shares_may_have_a_part_of_its_own():
+    """LFM2-MoE's is small; here it is not."""
+    plain = replace(EXPERTS, routing=Routing(scores="sigmoid"))
+    more = replace(EXPERTS, routing=Routing(scores="sigmoid", added_to_sum=0.5))
+    rows = jnp.asarray(np.random.default_rng(1).standard_normal((30, 16)), jnp.float32)
+    (chosen, expected), (same, shares) = (router(each).choose(rows) for each in (plain, more))
+    np.testing.assert_array_equal(chosen, same)
+    scores = 1 / (1 + np.exp(-np.asarray(rows) @ np.asarray(router(plain).weight[...]).T))
+    sums = np.take_along_axis(scores, np.asarray(chosen), axis=1).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(shares, expected * sums / (sums + 0.5), rtol=1e-5)
+
+
 def test_a_group_may_be_as_good_as_its_best_expert():
     """DeepSeek-V2: shares are parts of a softmax over all experts, times a factor."""
     grouped = Routing(num_groups=4, chosen_groups=2, num_best=1, factor=2.5)

@@ -18,7 +18,12 @@ from jaxpage.ops.packed_delta_rule import MOST_DRAFTS
 from jaxpage.recurrent_state import sequence_bytes
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layouts import states_layout
-from jaxpage.runner.recurrence import SlotRecurrence, make_copy_states, recurrent_fields
+from jaxpage.runner.recurrence import (
+    SlotRecurrence,
+    make_copy_states,
+    recurrent_axes,
+    recurrent_fields,
+)
 from pallas_kernels.mamba2 import reference as mamba2
 from tests.models.test_delta_rule import HEADS, KEY_DIM, VALUE_DIM, VALUES, inputs
 
@@ -34,8 +39,12 @@ OPTIONS = MambaOptions(
     projection_bias=False, convolution_bias=False, time_steps=(0.0, float("inf"))
 )
 MAMBA2 = replace(SIZES, mamba=OPTIONS)
-KINDS = ["delta rule", "Mamba-2"]
-each_kind = pytest.mark.parametrize("sizes", [SIZES, MAMBA2], ids=KINDS)
+# As many channels, and no matrices.
+CONVOLUTION = replace(
+    SIZES, num_key_heads=SIZES.num_channels, values_per_key=1, key_dim=0, value_dim=1
+)
+KINDS = ["delta rule", "Mamba-2", "convolution"]
+each_kind = pytest.mark.parametrize("sizes", [SIZES, MAMBA2, CONVOLUTION], ids=KINDS)
 LAYER, NUM_SLOTS, NUM_ROWS, NUM_TOKENS = 3, 6, 4, 160
 LENGTH = 150  # of each sequence
 WEIGHT = np.random.default_rng(9).standard_normal((SIZES.num_channels, 4)).astype(np.float32)
@@ -48,6 +57,13 @@ def convolved(recurrence: Recurrence, x: jax.Array) -> jax.Array:
     return jnp.concatenate(parts, axis=-1)
 
 
+def outputs(
+    sizes: RecurrentLayers, recurrence: Recurrence, x: jax.Array, tokens: AnyTokens
+) -> tuple[jax.Array, ...]:
+    out = convolved(recurrence, x)
+    return (out, recurrence.advance(LAYER, tokens)) if sizes.has_matrix else (out,)
+
+
 class Sequences:
     """Sequences 1, 2, ..., each in the slot of its number, and their steps on the device."""
 
@@ -57,10 +73,7 @@ class Sequences:
         self.x = self.x.astype(np.float32)
         self.tokens = tokens_of(sizes, number)
         whole = WholeSequences()
-        self.expected = (
-            convolved(whole, jnp.asarray(self.x)),
-            whole.advance(LAYER, self.tokens),
-        )
+        self.expected = outputs(sizes, whole, jnp.asarray(self.x), self.tokens)
         # What was in a slot before its sequence must not show.
         fields = recurrent_fields(sizes, NUM_SLOTS, jnp.float32, num_drafts=num_drafts)
         self.state = jax.tree.map(
@@ -139,7 +152,7 @@ def _step(sizes: RecurrentLayers, bucket: Bucket):
     def run(state, batch, x, tokens, num_drafts):
         how = {"on_gpu": False, "num_drafts": num_drafts}
         recurrence = SlotRecurrence(sizes, state, batch, bucket, **how)
-        out = convolved(recurrence, x), recurrence.advance(LAYER, tokens)
+        out = outputs(sizes, recurrence, x, tokens)
         return recurrence.state, *out
 
     return run
@@ -179,7 +192,9 @@ def test_a_slot_is_as_new_for_the_next_sequence():
     sequences.step([(1, 1), (2, 1)], decode=True)
 
 
-@pytest.mark.parametrize(("prompt", "sizes"), [(1, SIZES), (30, SIZES), (30, MAMBA2)])
+@pytest.mark.parametrize(
+    ("prompt", "sizes"), [(1, SIZES), (30, SIZES), (30, MAMBA2), (1, CONVOLUTION)]
+)
 def test_siblings_start_with_the_state_after_the_prompt(prompt, sizes):
     sequences = Sequences(2, sizes)
     sequences.x[1] = sequences.x[0]
@@ -190,7 +205,11 @@ def test_siblings_start_with_the_state_after_the_prompt(prompt, sizes):
     sequences.step([(2, 40), (1, 1)])
 
 
-@pytest.mark.parametrize("sizes", [SIZES, pytest.param(MAMBA2, marks=pytest.mark.slow)], ids=KINDS)
+@pytest.mark.parametrize(
+    "sizes",
+    [SIZES, *(pytest.param(each, marks=pytest.mark.slow) for each in (MAMBA2, CONVOLUTION))],
+    ids=KINDS,
+)
 def test_wrong_drafts_leave_nothing_and_right_ones_count(sizes):
     """Rows of a prompt, of one token, and with drafts of which all, some or none are right, beside each other."""
     sequences = Sequences(3, sizes, num_drafts=3)
@@ -226,8 +245,9 @@ def test_drafts_keep_as_many_bytes_as_counted(sizes):
     assert lengths.shape == (NUM_SLOTS,)
     total = sum(field.nbytes for field in fields.values())
     assert total == NUM_SLOTS * sequence_bytes(sizes, jnp.bfloat16, num_drafts=3)
-    tokens = jax.tree.leaves(tokens_of(sizes, 1))[1:]
-    assert sizes.num_changes == sum(x[0, 0].size for x in tokens)
+    if sizes.has_matrix:
+        tokens = jax.tree.leaves(tokens_of(sizes, 1))[1:]
+        assert sizes.num_changes == sum(x[0, 0].size for x in tokens)
 
 
 @pytest.mark.slow
@@ -246,6 +266,16 @@ def test_a_copied_state_counts_the_same_tokens():
     sequences.done[2] = 30
     sequences.step([(1, 3), (2, 3)], drafts=((2, 1), (2, 2)))
     sequences.step([(2, 1), (1, 1)], decode=True)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_layers_that_only_convolve_keep_inputs_and_nothing_else(num_devices):
+    fields = recurrent_fields(CONVOLUTION, NUM_SLOTS, jnp.bfloat16)
+    assert {name: x.shape for name, x in fields.items()} == {
+        f"convolution_{LAYER}": (NUM_SLOTS, 3 * CONVOLUTION.num_channels)
+    }
+    divides = CONVOLUTION.num_channels % num_devices == 0
+    assert set(recurrent_axes(CONVOLUTION, num_devices)) == (set(fields) if divides else set())
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ TEMPLATES = {
     "glm45": "{{ '\\n<tool_call>' + tc.name }}\n{% for k, v in tc.arguments.items() %}\n<arg_key>{{ k }}</arg_key>\n"
     "<arg_value>{{ v }}</arg_value>\n{% endfor %}\n</tool_call>",
     "minimax_m2": "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}\n<invoke name=\"tool-name-1\">",
+    "lfm2": '{%- set ns.system_prompt = ns.system_prompt + "List of tools: <|tool_list_start|>[" -%}',
     "pythonic": "in the format of [func_name1(params_name1=params_value1, params_name2=params_value2...)]",
 }
 OTHERS = {
@@ -34,6 +35,11 @@ OTHERS = {
 @pytest.mark.parametrize("name", tool_parsers.FORMATS)
 def test_a_template_implies_the_parser_of_what_it_teaches(name):
     assert tool_parsers.parser_for_template(TEMPLATES[name]) == name
+
+
+def test_later_templates_of_lfm2_have_fewer_markers():
+    template = '{%- set system = "List of tools: [" -%}{{- "<|im_start|>system\\n" + system -}}'
+    assert tool_parsers.parser_for_template(template) == "lfm2"
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -112,8 +112,10 @@ def f_and_g(name: str, arguments: dict, *, both: bool) -> str:
                 f'<parameter name="{k}">{v}</parameter>\n' for k, v in as_texts(arguments)
             )
             f, g = (f'<invoke name="{n}">\n{i}</invoke>\n' for n, i in (("f", inner), ("g", "")))
-        case "pythonic":
+        case "pythonic" | "lfm2":
             begin, between, end = "[", ", ", "]"
+            if name == "lfm2":
+                begin, end = "<|tool_call_start|>[", "]<|tool_call_end|>"
             f = f"f({', '.join(f'{k}={dumps(v)}' for k, v in arguments.items())})"
             g = "g()"
         case _:
@@ -189,7 +191,7 @@ def test_required_arguments_must_be_written(tokenizer, name):
         assert accepts(tokenizer, grammar, list(output.encode())) == fits, arguments
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4", "mistral"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4", "lfm2", "mistral"])
 def test_markers_that_are_special_tokens_are_written_as_these(tokenizer, name):
     markers = [m for m in tool_parsers.FORMATS[name].markers if m not in ("[ARGS]", "[CALL_ID]")]
     special = {marker: IDS[marker] for marker in markers}

@@ -41,6 +41,7 @@ FRAGMENTS = [
         "<channel|>",
         "thought\n",
     ),
+    *("<|tool_call_start|>[", "f(n=", "<|tool_call_end|>"),
     *("<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"),
     *("analysis", "final", "commentary", "assistant", " to=functions.f"),
     *(
@@ -186,6 +187,7 @@ def test_nesting_is_bounded(name):
         "glm45": "<tool_call>f<arg_key>items</arg_key><arg_value>",
         "minimax_m2": '<invoke name="f"><parameter name="items">',
         "pythonic": "[f(a=",
+        "lfm2": "<|tool_call_start|>[f(a=",
         "qwen3_coder": "<function=f>\n<parameter=items>",
     }
     for end in ("", "]" * 5000, "]" * 5000 + "</parameter></function>"):
@@ -206,6 +208,8 @@ LONG = [
     "[" * 5000,
     "[f(a='" + "\\" * 5000,
     "[f(a=" + "-" * 5000,
+    "<|tool_call_start|>" * 300,
+    "<|tool_call_start|>[" + "g()," * 1200,
     "<|tool_call>call:f{n:" + "1" * 5000,
     "<|tool_call>call:f{items:[" + "1," * 2500,
     "<|tool_call>call:f{where:" + "{a:" * 1600,

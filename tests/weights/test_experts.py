@@ -80,6 +80,7 @@ def test_experts_are_stacked_gate_before_up(mixtral):
         pytest.param("qwen3_next", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
         pytest.param("nemotron_h_moe", marks=pytest.mark.slow),
+        pytest.param("lfm2_moe", marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_with_stacked_experts_are_the_same_model(family, tmp_path):

@@ -1,0 +1,171 @@
+"""Falcon-H1: attention and Mamba-2 side by side in each layer (TII, https://arxiv.org/abs/2507.22448).
+
+Constant factors from the config are between all parts. Knows transformers' names of the options, and where checkpoints
+have the parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+
+from jaxpage.models.attention import Attention
+from jaxpage.models.config import (
+    MambaOptions,
+    ModelConfig,
+    RecurrentLayers,
+    Scales,
+    decoder_config,
+)
+from jaxpage.models.decoder import MLP, CausalLM, Decoder, DecoderLayer
+from jaxpage.models.layers import ACTIVATION_FUNCTIONS
+from jaxpage.models.mamba2 import (
+    Mamba2,
+    mamba_parts,
+    recurrent_layers,
+    time_step_limits,
+    times,
+)
+from jaxpage.models.recurrence import Recurrence, WholeSequences
+from jaxpage.models.rope import Rotation
+from jaxpage.models.sources import Place, Source
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_NAME = "FalconH1ForCausalLM"
+_COUNTS = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
+_NUM_PARTS = 5  # of Mamba-2's projection, each with a factor
+
+
+class FalconMLP(MLP):
+    """down(activation(gate(x) * factor) * up(x)) * factor (transformers' FalconH1MLP)"""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        assert config.scales.mlp is not None
+        self.gate_factor, self.out_factor = config.scales.mlp
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = self._gate_and_up(x)
+        gate = ACTIVATION_FUNCTIONS[self.activation](times(gate, self.gate_factor))
+        return times(self.down_proj(gate * up), self.out_factor)
+
+
+class FalconH1Layer(DecoderLayer):
+    """The sum of attention and Mamba-2, then an MLP (transformers' FalconH1DecoderLayer)."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index)
+        scales = config.scales
+        assert scales.attention is not None and scales.recurrence is not None
+        self.attention_factors, self.mamba_factors = scales.attention, scales.recurrence
+        self.mamba = Mamba2(config, index)
+        self.mlp = FalconMLP(config)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rotation: Rotation,
+        attention: Attention,
+        is_token: jax.Array | None = None,
+        load: list[jax.Array] | None = None,
+        *,
+        recurrence: Recurrence | None = None,
+    ) -> jax.Array:
+        normed, recurrence = self.input_layernorm(x), recurrence or WholeSequences()
+        before, after = self.mamba_factors
+        mixed = times(self.mamba(times(normed, before), recurrence), after)
+        before, after = self.attention_factors
+        attended = self.self_attn(times(normed, before), rotation, attention)
+        x = x + (mixed + times(attended, after))
+        return x + self.second_half(x, is_token, load)
+
+
+class FalconDecoder(Decoder):
+    """The factor of embeddings is not rounded to the model's dtype."""
+
+    def embed(self, token_ids: jax.Array) -> jax.Array:
+        factor = self.config.scales.embedding
+        assert factor is not None
+        return times(self.embed_tokens(token_ids), factor)
+
+
+def falcon_h1(config: ModelConfig) -> CausalLM:
+    """A Falcon-H1 model."""
+    return CausalLM(config, layer=FalconH1Layer, decoder=FalconDecoder)
+
+
+def falcon_h1_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a FalconH1ForCausalLM. Raises ValueError for what is not supported."""
+    if hf.hidden_act != "silu":
+        raise ValueError(f"{_NAME}: hidden_act is {hf.hidden_act!r}; supported is 'silu'")
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        # All of a key is multiplied by `key_multiplier`, so the product with a query may be instead.
+        attention_scale=head_dim**-0.5 * hf.key_multiplier,
+        scales=Scales(
+            embedding=hf.embedding_multiplier,
+            logits=hf.lm_head_multiplier,
+            attention=(hf.attention_in_multiplier, hf.attention_out_multiplier),
+            recurrence=(hf.ssm_in_multiplier, hf.ssm_out_multiplier),
+            mlp=_factors(hf, "mlp_multipliers", 2),
+        ),
+        recurrent=_recurrent(hf),
+    )
+
+
+def _factors(hf: PretrainedConfig, name: str, number: int) -> Any:
+    """As many numbers as a tuple."""
+    found = tuple(getattr(hf, name))
+    if len(found) != number:
+        raise ValueError(
+            f"{_NAME}: {name} has {len(found)} numbers in config.json; it must have {number}"
+        )
+    return found
+
+
+def _recurrent(hf: PretrainedConfig) -> RecurrentLayers:
+    sizes = recurrent_layers(
+        hf,
+        _COUNTS,
+        _NAME,
+        layers=tuple(range(hf.num_hidden_layers)),
+        options=MambaOptions(
+            projection_bias=bool(hf.mamba_proj_bias),
+            convolution_bias=bool(hf.mamba_conv_bias),
+            time_steps=time_step_limits(hf, _NAME),
+            output_bias=bool(hf.projectors_bias),
+            norm=_norm(hf),
+            factors=_factors(hf, "ssm_multipliers", _NUM_PARTS),
+        ),
+    )
+    return replace(sizes, beside_attention=True)
+
+
+def _norm(hf: PretrainedConfig) -> Literal["gated", "before the gate"] | None:
+    if not hf.mamba_rms_norm:
+        return None
+    return "before the gate" if hf.mamba_norm_before_gate else "gated"
+
+
+def falcon_h1_parts(config: ModelConfig) -> dict[str, Place]:
+    """Falcon-H1 has its own names of norms and MLPs, and all parts of Mamba-2's projection in one tensor."""
+    places: dict[str, Place] = {"model.norm.weight": Source("model.final_layernorm.weight")}
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}"
+        norm = Source(f"{layer}.pre_ff_layernorm.weight")
+        places[f"{layer}.post_attention_layernorm.weight"] = norm
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            for name in ("weight", "bias"):
+                place = Source(f"{layer}.feed_forward.{part}.{name}")
+                places[f"{layer}.mlp.{part}.{name}"] = place
+        places |= mamba_parts(config, f"{layer}.mamba", f"{layer}.mamba")
+    return places
