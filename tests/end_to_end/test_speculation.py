@@ -51,19 +51,19 @@ def requests() -> tuple[list[dict], list[SamplingParams]]:
         pytest.param("qwen3_5", {}, id="delta rule"),
         pytest.param("qwen3_5", {"num_gpu_blocks_override": 24}, id="delta rule, preempted"),
         pytest.param("granite_hybrid", {"tensor_parallel_size": 2}, id="Mamba-2, two devices"),
+        pytest.param("lfm2", {}, id="convolutions"),
     ],
 )
 def test_tokens_are_those_without_drafts(family, options, tmp_path):
-    # So small that its answers repeat themselves.
+    # Answers of these repeat themselves.
+    kinds = [dense_families.RECURRENT, dense_families.FULL]
     few_layers = {
         "qwen2": {"num_hidden_layers": 1},
-        "qwen3_5": {
-            "num_hidden_layers": 2,
-            "layer_types": [dense_families.RECURRENT, dense_families.FULL],
-        },
+        "qwen3_5": {"num_hidden_layers": 2, "layer_types": kinds},
     }
+    variant = {"qwen3_5": 1, "lfm2": 2}.get(family, 0)
     build = checkpoints.build if family in ("qwen2", "gemma3") else dense_families.build
-    path = build(family, int(family == "qwen3_5"), tmp_path, **few_layers.get(family, {}))
+    path = build(family, variant, tmp_path, **few_layers.get(family, {}))
     prompts, params = requests()
     options = {"enforce_eager": True} | options
     expected = answers(make_llm(path, **options), prompts, params)
