@@ -229,11 +229,12 @@ def _inputs_before(
 ) -> list[jax.Array]:
     """W - 1 times [R, C]: the inputs before each row's first token, of those kept in its slot [R, (W - 1 + K) C]."""
     number = num_kept + num_drafts
-    if not num_drafts:
-        return jnp.split(kept, number, axis=1) if number else []
-    places = rows.num_accepted[:, None] + jnp.arange(num_kept, dtype=jnp.int32)[None]
-    kept = kept.reshape(kept.shape[0], number, -1)
-    return list(jnp.moveaxis(jnp.take_along_axis(kept, places[..., None], axis=1), 1, 0))
+    parts = jnp.split(kept, number, axis=1) if number else []
+    before = parts[:num_kept]
+    for accepted in range(1, num_drafts + 1):
+        is_so = (rows.num_accepted == accepted)[:, None]
+        before = [jnp.where(is_so, parts[accepted + place], x) for place, x in enumerate(before)]
+    return before
 
 
 def _places_of_drafts(num_drafts: int, num_tokens: int, rows: StateRows) -> jax.Array:
