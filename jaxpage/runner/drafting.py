@@ -49,7 +49,7 @@ class Followed(NamedTuple):
     rows: Rows
     bucket: Bucket
     batch: StepBatch
-    kept: dict[int, Any]  # `ForwardInput.kept`, of the layers in `Drafting.read_layers`
+    inputs: ForwardInput  # of the model; `kept` has the layers in `Drafting.read_layers`
     hidden: jax.Array  # [T, E], of the model
 
 
