@@ -82,7 +82,8 @@ class Drafting:
     ) -> tuple[KVPool, RequestState]:
         """The pool with keys and values of a step's tokens, and the state with what `draft` needs of them.
 
-        Embeddings in the place of tokens are not for this model: it takes the tokens that stand for them.
+        Embeddings in the place of tokens are not for this model: it takes the tokens that stand for them, and as their
+        rotary positions their indices.
         """
         inputs, attention = self._inputs(kv_pool, step.batch, is_decode=step.bucket.decode)
         self._model(self._read(leaves)).hidden_states(inputs)

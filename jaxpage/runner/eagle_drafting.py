@@ -83,7 +83,7 @@ class EagleDrafting(Drafting):
         batch = replace(batch, token_ids=_tokens_after(state, slots, batch.positions))
         given = self._given(inputs)
         if given is not None:
-            given = _given_after(given, token_row)
+            given = given_after(given, token_row)
         pairs = Pairs(batch, inputs.positions, features, given)
         kv_pool, *_ = self._pass(leaves, kv_pool, pairs, is_decode=bucket.decode)
         return kv_pool, self._keep(state, step, features)
@@ -233,7 +233,7 @@ def _tokens_after(state: RequestState, slots: jax.Array, positions: jax.Array) -
     return token_ids[slots, jnp.minimum(positions + 1, token_ids.shape[1] - 1)]
 
 
-def _given_after(given: Given, token_row: jax.Array) -> Given:
+def given_after(given: Given, token_row: jax.Array) -> Given:
     """In the place of the token behind each, as far as a row has it. token_row: int32[T], the row of each."""
     values, where = given
     goes_on = token_row[:-1] == token_row[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -72,13 +73,26 @@ def trained(target, llama, tmp_path_factory):
 
 
 def check_drafts(llm: LLM, head: Head | FirstHead, target: Target) -> list[int]:
-    """From now on, after each launch of `draft`, that drafts are those of torch. Returns their number in each launch,
-    which grows.
+    """From now on, that drafts are those of torch. Returns as `watch`."""
+
+    def check(tokens: list[int], drafts: list[int]) -> None:
+        hidden, given = (
+            target.hidden(tokens[:-1], head.layer_ids),
+            target.given(tokens, len(drafts)),
+        )
+        assert drafts == head.drafts(tokens, hidden, len(drafts), given)
+
+    return watch(llm, check)
+
+
+def watch(llm: LLM, see: Callable[[list[int], list[int]], None]) -> list[int]:
+    """From now on, after each launch of `draft`, call `see` with the tokens and the drafts of each row that has some.
+    Returns the number of drafts in each launch, which grows.
     """
     runner = llm._engine.runner
     run, counts = runner._run, []
 
-    def run_and_check(name, *buffers):
+    def run_and_see(name, *buffers):
         result = run(name, *buffers)
         if name.startswith("draft"):
             layout, (packed,) = runner._lowerings.layouts[name], buffers
@@ -88,15 +102,12 @@ def check_drafts(llm: LLM, head: Head | FirstHead, target: Target) -> list[int]:
             for slot, start, num_tokens, num_drafts in rows:
                 known = start + num_tokens - num_drafts
                 if num_drafts:
-                    tokens = token_ids[slot, :known].tolist()
-                    hidden = target.hidden(tokens[:-1], head.layer_ids)
-                    drafts = token_ids[slot, known : known + num_drafts].tolist()
-                    given = target.given(tokens, num_drafts)
-                    assert drafts == head.drafts(tokens, hidden, num_drafts, given)
+                    whole = token_ids[slot, : known + num_drafts].tolist()
+                    see(whole[:known], whole[known:])
             counts.append(sum(layout.view(packed, "num_drafts").tolist()))
         return result
 
-    runner._run = run_and_check
+    runner._run = run_and_see
     return counts
 
 

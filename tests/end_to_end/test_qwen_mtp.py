@@ -92,11 +92,17 @@ def test_a_prompt_begins_with_a_state_in_the_prefix_cache(tmp_path):
     assert stats.num_accepted_tokens > stats.num_draft_tokens / 4
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.deep)])
-def test_behind_pictures_drafts_are_those_of_torch(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3_5", {}),
+        pytest.param("qwen3_5_moe", {"tensor_parallel_size": 2}, marks=pytest.mark.deep),
+    ],
+)
+def test_behind_pictures_drafts_are_those_of_torch(name, options, tmp_path):
     """Of a layer that has learned nothing, which reads embeddings of pictures, at three positions each."""
     path = picture_models.save(test_pictures.CONFIGS[name](), tmp_path, seed="mtp")
     picture_models.save_tokenizer(path)
     target = PictureTarget(path, test_pictures.prepared(path), never=test_pictures.NEVER)
     layer = QwenLayer(target)
-    check_behind_pictures(layer.add_to(path), layer, target, **DRAFTS)
+    check_behind_pictures(layer.add_to(path), layer, target, **DRAFTS, **options)
