@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,21 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What is not as in a text, of n tokens and drafts behind them."""
+
+    positions: Tensor | None = None  # [3, ...]: rotary ones
+    embeds: Tensor | None = None  # [n, E]: what the first layer of the model reads
+    never: tuple[int, ...] = ()  # tokens that are not drafted
+
+    def best(self, logits: Tensor) -> int:
+        """The token with the largest of the logits [V]."""
+        logits = logits.clone()
+        logits[list(self.never)] = float("-inf")
+        return int(logits.argmax())
+
+
 class Norm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -53,6 +69,9 @@ class Attention(nn.Module):
         size = config["hidden_size"]
         self.dim = config.get("head_dim") or size // self.heads
         self.theta = config["rope_theta"]
+        counts = (config.get("rope_scaling") or {}).get("mrope_section") or [self.dim // 2, 0, 0]
+        # Which of three positions turns each frequency, as in vLLM's MRotaryEmbedding.
+        self.axes = torch.arange(3).repeat_interleave(torch.tensor(counts))
         self.q_proj = linear(width, self.heads * self.dim)
         self.k_proj = linear(width, self.kv_heads * self.dim)
         self.v_proj = linear(width, self.kv_heads * self.dim)
@@ -61,11 +80,15 @@ class Attention(nn.Module):
         self.q_norm = Norm(self.dim, eps) if has_norms else nn.Identity()
         self.k_norm = Norm(self.dim, eps) if has_norms else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, W] -> [T, E], causal; positions are 0 .. T-1."""
+    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """[T, W] -> [T, E], causal; positions are 0 .. T-1, or the first of those given, [3, ...]."""
         length = x.shape[0]
-        q = self.turned(self.q_norm(self.q_proj(x).view(length, self.heads, self.dim)))
-        k = self.turned(self.k_norm(self.k_proj(x).view(length, self.kv_heads, self.dim)))
+        if positions is None:
+            positions = torch.arange(length).expand(3, -1)
+        positions = positions[:, :length]
+        q = self.q_norm(self.q_proj(x).view(length, self.heads, self.dim))
+        k = self.k_norm(self.k_proj(x).view(length, self.kv_heads, self.dim))
+        q, k = self.turned(q, positions), self.turned(k, positions)
         v = self.v_proj(x).view(length, self.kv_heads, self.dim)
         k, v = (each.repeat_interleave(self.heads // self.kv_heads, dim=1) for each in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5
@@ -73,10 +96,10 @@ class Attention(nn.Module):
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         return self.o_proj(torch.einsum("hqk,khd->qhd", weights, v).reshape(length, -1))
 
-    def turned(self, x: Tensor) -> Tensor:
+    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
         half = self.dim // 2
         frequencies = self.theta ** (-torch.arange(half) / half)
-        angles = torch.arange(x.shape[0])[:, None] * frequencies
+        angles = positions[self.axes].T * frequencies
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -104,13 +127,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(size, eps)
         self.mlp = MLP(config)
 
-    def forward(self, features: Tensor, embeds: Tensor) -> Tensor:
+    def forward(self, features: Tensor, embeds: Tensor, positions: Tensor | None) -> Tensor:
         if self.hidden_norm is None:
-            x = features + self.self_attn(self.input_layernorm(features))
+            x = features + self.self_attn(self.input_layernorm(features), positions)
         else:
             normed = self.hidden_norm(features)
             both = torch.cat([self.input_layernorm(embeds), normed], -1)
-            x = (normed if self.normed_residual else features) + self.self_attn(both)
+            x = (normed if self.normed_residual else features) + self.self_attn(both, positions)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -157,22 +180,31 @@ class Head(nn.Module):
             hidden = torch.cat([n(x) for n, x in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(hidden)
 
-    def forward(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, features: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Logits [T, D] of the pairs of tokens [T] and features [T, E], and the head's own features [T, E]."""
-        x = self.midlayer(features, self.embedding[tokens])
+        x = self.midlayer(features, self.embedding[tokens], positions)
         for layer in self.layers.values():
-            x = layer(x, x)
+            x = layer(x, x, positions)
         hidden = self.norm(x)
         return self.lm_head(hidden), hidden if self.config.get("norm_output") else x
 
     @torch.no_grad()
-    def drafts(self, tokens: list[int], hidden: Tensor, number: int) -> list[int]:
-        """The guesses behind n tokens. hidden: [n - 1, N * M] of the model, for all but the last of them."""
+    def drafts(
+        self, tokens: list[int], hidden: Tensor, number: int, given: Given | None = None
+    ) -> list[int]:
+        """The guesses behind n tokens. hidden: [n - 1, N * M] of the model, for all but the last of them.
+
+        Embeddings that are given are not read: vLLM's `Eagle3LlamaForCausalLM.embed_input_ids` ignores them.
+        """
+        given = given or Given()
         features, after, found = self.features(hidden), list(tokens[1:]), []
         for _ in range(number):
-            logits, own = self(torch.tensor(after), features)
-            best = int(logits[-1].argmax())
-            found.append(best + int(self.d2t[best]))
+            logits, own = self(torch.tensor(after), features, given.positions)
+            whole = torch.full((self.config["vocab_size"],), float("-inf"))
+            whole[self.d2t + torch.arange(len(self.d2t))] = logits[-1]
+            found.append(given.best(whole))
             after.append(found[-1])
             features = torch.cat([features, own[-1:]])
         return found
@@ -204,12 +236,15 @@ class FirstHead(nn.Module):
 
     layer_ids: tuple[int, ...] = ()
 
-    def __init__(self, target: Target, *, bias: bool):
+    def __init__(self, target: Target, *, bias: bool, **changes: Any):
+        """changes: of config.json."""
         super().__init__()
         torch.manual_seed(1)
-        size, self.target = FIRST["hidden_size"], (target,)  # no part of this module
+        self.config, self.target = FIRST | changes, (target,)  # no part of this module
+        size = self.config["hidden_size"]
         self.fc = nn.Linear(2 * size, size, bias=bias)
-        layers = [Layer(FIRST, is_first=False) for _ in range(FIRST["num_hidden_layers"])]
+        number = self.config["num_hidden_layers"]
+        layers = [Layer(self.config, is_first=False) for _ in range(number)]
         layers[0].input_layernorm = nn.Identity()
         self.layers = nn.ModuleList(layers)
         with torch.no_grad():
@@ -220,15 +255,17 @@ class FirstHead(nn.Module):
                     parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
 
     @torch.no_grad()
-    def drafts(self, tokens: list[int], hidden: Tensor, number: int) -> list[int]:
+    def drafts(
+        self, tokens: list[int], hidden: Tensor, number: int, given: Given | None = None
+    ) -> list[int]:
         """As those of `Head`; hidden: [n - 1, M], of the last layer after the norm."""
-        (target,) = self.target
+        (target,), given = self.target, given or Given()
         features, after, found = hidden, list(tokens[1:]), []
         for _ in range(number):
             x = self.fc(torch.cat([target.embedding[torch.tensor(after)], features], -1))
             for layer in self.layers:
-                x = layer(x, x)
-            found.append(int(target.model.get_output_embeddings()(x[-1]).argmax()))
+                x = layer(x, x, given.positions)
+            found.append(given.best(target.model.get_output_embeddings()(x[-1])))
             after.append(found[-1])
             features = torch.cat([features, x[-1:]])
         return found
@@ -239,7 +276,7 @@ class FirstHead(nn.Module):
         (target,) = self.target
         tensors["embed_tokens.weight"] = target.embedding.clone()  # a copy, as some have
         save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(FIRST))
+        (folder / "config.json").write_text(json.dumps(self.config))
         return folder
 
 
@@ -254,6 +291,10 @@ class Target:
     @property
     def embedding(self) -> Tensor:
         return self.model.get_input_embeddings().weight.detach()
+
+    def given(self, tokens: list[int], number: int) -> Given:
+        """What is not as in a text, of a sequence and so many drafts behind it."""
+        return Given()
 
     @torch.no_grad()
     def hidden(self, tokens: list[int], layer_ids: list[int]) -> Tensor:
@@ -271,10 +312,14 @@ class Target:
 
         modules = [*decoder.layers, decoder.norm]
         hooks = [m.register_forward_pre_hook(keep(i)) for i, m in enumerate(modules)]
-        last = decoder(torch.tensor([tokens])).last_hidden_state[0]
+        last = self.last(tokens)
         for hook in hooks:
             hook.remove()
         return torch.cat([seen[i] for i in layer_ids], -1) if layer_ids else last
+
+    def last(self, tokens: list[int]) -> Tensor:
+        """[T, M]: what the head of the model reads."""
+        return self.model.get_decoder()(torch.tensor([tokens])).last_hidden_state[0]
 
 
 def train(head: Head, target: Target, sequences: list[list[int]], *, steps: int) -> Head:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.eagle_heads import Target
+from tests.eagle_heads import Given, Target
 
 # Whose products are added to hidden states; experts are stacked in modules.
 ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
@@ -28,19 +28,17 @@ class AnyLayer(nn.Module):
         torch.manual_seed(zlib.crc32(b"mtp"))
         self.target = (target,)  # the model is no part of this module
 
-    def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Hidden states [T, E] after the norm, of the pairs of tokens [T] and hidden states [T, E]."""
-        (target,) = self.target
-        return self.of_pairs(target.embedding[tokens], hidden)
+    def of_pairs(self, embeds: Tensor, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Hidden states [T, E] after the norm, of the pairs of embeddings and hidden states, both [T, E].
 
-    def of_pairs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """The same of embeddings [T, E]."""
+        positions: [3, at least T] rotary ones; None: those of text.
+        """
         raise NotImplementedError
 
-    def after(self, block: nn.Module, x: Tensor) -> Tensor:
+    def after(self, block: nn.Module, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """[T, E]: what a decoder layer makes of x [T, E], the first tokens of a sequence."""
         (target,), length = self.target, len(x)
-        positions = torch.arange(length)[None]
+        positions = torch.arange(length)[None] if positions is None else positions[:, None, :length]
         future = torch.full((length, length), float("-inf")).triu(1)
         return block(
             x[None],
@@ -54,13 +52,17 @@ class AnyLayer(nn.Module):
         return target.model.get_output_embeddings()(hidden)
 
     @torch.no_grad()
-    def drafts(self, tokens: list[int], hidden: Tensor, number: int) -> list[int]:
+    def drafts(
+        self, tokens: list[int], hidden: Tensor, number: int, given: Given | None = None
+    ) -> list[int]:
         """The guesses behind n tokens. hidden: [n - 1, E] of the model, for all but the last of them."""
-        after, found = list(tokens[1:]), []
+        (target,), given, found = self.target, given or Given(), []
+        embeds = target.embedding[torch.tensor(tokens)] if given.embeds is None else given.embeds
+        after = embeds[1:]
         for _ in range(number):
-            own = self(torch.tensor(after), hidden)
-            found.append(int(self.logits(own[-1]).argmax()))
-            after.append(found[-1])
+            own = self.of_pairs(after, hidden, given.positions)
+            found.append(given.best(self.logits(own[-1])))
+            after = torch.cat([after, target.embedding[found[-1:]]])
             hidden = torch.cat([hidden, own[-1:]])
         return found
 
@@ -121,11 +123,11 @@ class Layer(AnyLayer):
                     parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
             self.block.mlp.gate.e_score_correction_bias.normal_(0, 0.3)
 
-    def of_pairs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+    def of_pairs(self, embeds: Tensor, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
         # vLLM masks that of position 0.
         embeds = torch.cat([torch.zeros_like(embeds[:1]), embeds[1:]])
         x = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
-        return self.norm(self.after(self.block, x))
+        return self.norm(self.after(self.block, x, positions))
 
     def tensors(self, *, copies: bool = True) -> dict[str, Tensor]:
         """By name in checkpoints, with copies of the model's embedding and LM head, as most have them, or without."""

@@ -306,8 +306,8 @@ def pixels(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.clip(128 + 90 * (np.stack(waves, axis=-1) + noise), 0, 255).astype(np.uint8)
 
 
-def qwen_logits(model: Any, prompt: Expanded, pictures: list[Picture]) -> np.ndarray:
-    """float32[T, V] of transformers' Qwen2.5-VL or Qwen3-VL, which places the tokens itself."""
+def qwen_inputs(prompt: Expanded, pictures: list[Picture]) -> dict[str, Any]:
+    """What transformers' Qwen2.5-VL, Qwen3-VL and Qwen3.5 take, which place the tokens themselves."""
     import torch
 
     token_ids = torch.tensor([prompt.token_ids])
@@ -323,8 +323,15 @@ def qwen_logits(model: Any, prompt: Expanded, pictures: list[Picture]) -> np.nda
             given[grids] = torch.tensor([p.grid for p in own])
         if own and own[0].second_per_grid is not None:
             given["second_per_grid_ts"] = torch.tensor([p.second_per_grid for p in own])
+    return {"input_ids": token_ids, "mm_token_type_ids": kinds, **given}
+
+
+def qwen_logits(model: Any, prompt: Expanded, pictures: list[Picture]) -> np.ndarray:
+    """float32[T, V] of transformers' Qwen2.5-VL, Qwen3-VL or Qwen3.5."""
+    import torch
+
     with torch.no_grad():
-        return model(input_ids=token_ids, mm_token_type_ids=kinds, **given).logits[0].numpy()
+        return model(**qwen_inputs(prompt, pictures)).logits[0].numpy()
 
 
 def gemma_pixels(picture: Picture) -> np.ndarray:

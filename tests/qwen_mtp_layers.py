@@ -38,9 +38,9 @@ class QwenLayer(AnyLayer):
                 else:
                     parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
 
-    def of_pairs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+    def of_pairs(self, embeds: Tensor, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
         both = [self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)]
-        return self.norm(self.after(self.block, self.fc(torch.cat(both, -1))))
+        return self.norm(self.after(self.block, self.fc(torch.cat(both, -1)), positions))
 
     def tensors(self, *, joined: bool = False) -> dict[str, Tensor]:
         """By name in checkpoints. joined: all experts in one tensor, as in modules."""

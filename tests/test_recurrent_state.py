@@ -93,7 +93,9 @@ def test_layers_that_only_convolve_have_inputs_of_convolutions_and_no_kernel(tmp
     names = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(names | sizes))
     spec = replace(spec_of(tmp_path, max_num_seqs=100), hardware=TPU)
-    assert sequence_bytes(spec.model.config.recurrent, jnp.bfloat16, num_drafts=0) == 2 * 2 * 2048 * 2
+    assert (
+        sequence_bytes(spec.model.config.recurrent, jnp.bfloat16, num_drafts=0) == 2 * 2 * 2048 * 2
+    )
     assert choose_kernel(spec.model.config, TPU, num_devices=1).chosen is None
     assert spec.step_spec.state_kernel is None
     assert recurrent_state_line(spec) == (

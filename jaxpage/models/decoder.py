@@ -262,13 +262,7 @@ class Decoder(nnx.Module):
                 embeds, *deeper = jnp.split(embeds, num_parts, axis=-1)
             x = jnp.where(is_embed, embeds, x)
             deeper = [jnp.where(is_embed, each, 0) for each in deeper]
-        ropes = dict.fromkeys(config.ropes)
-        positions = inputs.positions
-        three = positions.ndim > inputs.token_ids.ndim
-        rotations = {
-            rope: Rotation(*rope.arrays(positions, x.dtype, three=three), rotate=inputs.rotate)
-            for rope in ropes
-        }
+        rotations = {rope: inputs.rotation(rope, x.dtype) for rope in dict.fromkeys(config.ropes)}
         given = zip(self.layers, config.ropes, self.layer_inputs(inputs, x), strict=True)
         for index, (layer, rope, more) in enumerate(given):
             inputs.keep(index, x)

@@ -76,9 +76,7 @@ class FirstEagleHead(CausalLM):
     ) -> tuple[jax.Array, jax.Array]:
         """As `eagle3.EagleHead.propose`; hidden states and features are the same."""
         assert embeds is not None
-        rope = self.config.ropes[0]
-        arrays = rope.arrays(inputs.positions, features.dtype, three=False)
-        rotation = Rotation(*arrays, rotate=inputs.rotate)
+        rotation = inputs.rotation(self.config.ropes[0], features.dtype)
         x = self.model.fc(jnp.concatenate([embeds, features], axis=-1))
         layers: list[Any] = list(self.model.layers)
         for layer in layers:

@@ -123,13 +123,11 @@ class EagleHead(CausalLM):
         Each token of `inputs` stands at the position of the one before it, whose feature [T, E] it is paired with.
         embeds: [T, E] of the tokens in the model's embedding, for a head without its own.
         """
-        model, config = self.model, self.config
+        model = self.model
         if model.embed_tokens is not None:
             embeds = model.embed_tokens(inputs.token_ids)
         assert embeds is not None, "this head has no embedding"
-        rope = config.ropes[0]
-        arrays = rope.arrays(inputs.positions, features.dtype, three=False)
-        rotation = Rotation(*arrays, rotate=inputs.rotate)
+        rotation = inputs.rotation(self.config.ropes[0], features.dtype)
         layers: list[Any] = list(model.layers)
         first, *later = layers
         x = first(embeds, features, rotation, inputs.attention)

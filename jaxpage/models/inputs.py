@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 
 from jaxpage.models.attention import Attention
 from jaxpage.models.recurrence import Recurrence, WholeSequences
+from jaxpage.models.rope import Rope, Rotation
 from jaxpage.ops.rope import Rotate
 
 
@@ -39,6 +41,11 @@ class ForwardInput:
     # By the number of a layer: the call sets [..., T, E], its input, for those that are keys; behind the last layer,
     # its output.
     kept: dict[int, jax.Array | None] = field(default_factory=dict)
+
+    def rotation(self, rope: Rope, dtype: jnp.dtype) -> Rotation:
+        """What turns the heads of layers with this RoPE: cos and sin in `dtype`, of each token's position or three."""
+        three = self.positions.ndim > self.token_ids.ndim
+        return Rotation(*rope.arrays(self.positions, dtype, three=three), rotate=self.rotate)
 
     def keep(self, layer: int, x: jax.Array) -> None:
         """Called by the model with the input of each layer."""

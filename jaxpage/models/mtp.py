@@ -95,9 +95,7 @@ class MTPHead(CausalLM):
         """As `eagle3.EagleHead.propose`; hidden states and features are the same."""
         assert embeds is not None
         embeds = self.embeds_of_pairs(inputs, embeds)
-        rope = self.config.ropes[0]
-        arrays = rope.arrays(inputs.positions, features.dtype, three=False)
-        rotation = Rotation(*arrays, rotate=inputs.rotate)
+        rotation = inputs.rotation(self.config.ropes[0], features.dtype)
         (layer,) = self.model.layers.values()
         x = layer.guess(embeds, features, rotation, inputs.attention, inputs.is_token)
         return x, x

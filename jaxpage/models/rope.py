@@ -166,6 +166,8 @@ def layer_ropes(
 
 def _rope(p: dict[str, Any], hf: PretrainedConfig, head_dim: int, max_model_len: int) -> Rope:
     rope_type = p.get("rope_type", "default")
+    if rope_type == "mrope" and "mrope_section" in p:  # as heads of SpecForge have it
+        rope_type = "default"
     if rope_type not in _FREQUENCIES:
         raise ValueError(f"rope_type {rope_type!r}; supported are {', '.join(_FREQUENCIES)}")
     dim = int(head_dim * _rotated_part(p, hf))

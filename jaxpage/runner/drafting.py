@@ -49,7 +49,7 @@ class Followed(NamedTuple):
     rows: Rows
     bucket: Bucket
     batch: StepBatch
-    kept: dict[int, Any]  # `ForwardInput.kept`, of the layers in `Drafting.read_layers`
+    inputs: ForwardInput  # of the model; `kept` has the layers in `Drafting.read_layers`
     hidden: jax.Array  # [T, E], of the model
 
 
@@ -82,7 +82,8 @@ class Drafting:
     ) -> tuple[KVPool, RequestState]:
         """The pool with keys and values of a step's tokens, and the state with what `draft` needs of them.
 
-        Embeddings in the place of tokens are not for this model: it takes the tokens that stand for them.
+        Embeddings in the place of tokens are not for this model: it takes the tokens that stand for them, and as their
+        rotary positions their indices.
         """
         inputs, attention = self._inputs(kv_pool, step.batch, is_decode=step.bucket.decode)
         self._model(self._read(leaves)).hidden_states(inputs)

@@ -5,6 +5,10 @@ head takes a step's batch, with the next token in the place of each. The token o
 after the step: so the next step computes this pair again, in the first pass of `draft`, and for rows without drafts in
 `follow`.
 
+Rotary positions are those that the model has for the token at p: behind pictures they differ from p. An MTP layer reads
+embeddings that stand in the place of tokens, as those of pictures; as in vLLM, EAGLE heads read the tokens. The
+embedding behind the last token of a chunk may not be there yet: so this pair too is computed again in the next step.
+
 The last pair of a prefix from the cache has the token that came next where the prefix was computed, and sequences of
 one prompt may share its last pair. This makes drafts worse, and changes no token of an answer.
 """
@@ -12,7 +16,7 @@ one prompt may share its last pair. This makes drafts worse, and changes no toke
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +28,31 @@ from jaxpage.batch import StepBatch
 from jaxpage.draft_model import DraftModel
 from jaxpage.kv_pool import KVPool
 from jaxpage.models.config import EagleOptions
+from jaxpage.models.inputs import ForwardInput
 from jaxpage.runner.drafting import Drafting, Followed, Proposed
-from jaxpage.runner.packed_tokens import Rows, last_known, token_rows
-from jaxpage.runner.slots import FEATURES, FEATURES_START, keep_hidden
+from jaxpage.runner.packed_tokens import last_known, token_rows
+from jaxpage.runner.slots import (
+    FEATURES,
+    FEATURES_POSITION,
+    FEATURES_START,
+    POSITION_OFFSET,
+    has_positions,
+    keep_hidden,
+)
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.fields import RequestState
+
+# [T, ...] and bool[T]: embeddings, which stand in the place of tokens where this is set.
+Given = tuple[jax.Array, jax.Array]
+
+
+class Pairs(NamedTuple):
+    """Each of a token and the feature of the token before it, at whose position it stands."""
+
+    batch: StepBatch  # with the later token in the place of each
+    positions: jax.Array  # rotary ones, int32[T] or int32[3, T]
+    features: jax.Array  # [T, E]
+    given: Given | None = None  # in the place of these tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,27 +71,39 @@ class EagleDrafting(Drafting):
     def follow(
         self, leaves: list[jax.Array], kv_pool: KVPool, state: RequestState, step: Followed
     ) -> tuple[KVPool, RequestState]:
-        batch, bucket = step.batch, step.bucket
-        read = [step.kept[layer] for layer in self.read_layers]
+        batch, bucket, inputs = step.batch, step.bucket, step.inputs
+        kept: dict[int, Any] = inputs.kept
+        read = [kept[layer] for layer in self.read_layers]
         hidden = jnp.concatenate(read, axis=-1) if read else step.hidden
         leaves = self._read(leaves)
         features = self._model(leaves).features(hidden)
-        kv_pool = self._complete(leaves, kv_pool, state, step.rows)
-        slots = batch.slots[token_rows(step.rows["num_tokens"], bucket)]
+        kv_pool = self._complete(leaves, kv_pool, state, step)
+        token_row = token_rows(step.rows["num_tokens"], bucket)
+        slots = batch.slots[token_row]
         batch = replace(batch, token_ids=_tokens_after(state, slots, batch.positions))
-        kv_pool, *_ = self._pass(leaves, kv_pool, batch, features, is_decode=bucket.decode)
+        given = self._given(inputs)
+        if given is not None:
+            given = given_after(given, token_row)
+        pairs = Pairs(batch, inputs.positions, features, given)
+        kv_pool, *_ = self._pass(leaves, kv_pool, pairs, is_decode=bucket.decode)
         return kv_pool, self._keep(state, step, features)
 
     def _complete(
-        self, leaves: list[jax.Array], kv_pool: KVPool, state: RequestState, rows: Rows
+        self, leaves: list[jax.Array], kv_pool: KVPool, state: RequestState, step: Followed
     ) -> KVPool:
         """The pool with the pair of each row's first token and the feature before it, if that is kept in its slot."""
+        rows, given = step.rows, self._given(step.inputs)
         slots, starts, finished = rows["slots"], rows["starts"], state["finished"]
         number = starts - 1 - state[FEATURES_START][slots]
         is_kept = (number >= 0) & (number <= self.spec.num_drafts) & (rows["num_tokens"] > 0)
         now = state | {"finished": finished.at[slots].set(finished[slots] | ~is_kept)}
         features = self._features_at(state, slots, starts - 1)
-        return self._propose(leaves, kv_pool, now, (slots, starts + 1), features).kv_pool
+        pairs = self._pairs_at(now, (slots, starts + 1), features)
+        if given is not None:
+            values, where = given
+            first = jnp.minimum(step.batch.query_starts[:-1], where.size - 1)
+            pairs = pairs._replace(given=(values[first], where[first]))
+        return self._pass(leaves, kv_pool, pairs, is_decode=True).kv_pool
 
     def _keep(self, state: RequestState, step: Followed, features: jax.Array) -> RequestState:
         """The state with the features of each row's last known token and of the drafts after it."""
@@ -78,7 +114,12 @@ class EagleDrafting(Drafting):
         on_gpu = (self.pool_spec.platform or jax.default_backend()) == "gpu"
         state = keep_hidden(state, slots, found, on_gpu=on_gpu, field=FEATURES)
         position = rows["starts"] + rows["num_tokens"] - rows["num_drafts"] - 1
-        return state | {FEATURES_START: state[FEATURES_START].at[slots].set(position)}
+        state = state | {FEATURES_START: state[FEATURES_START].at[slots].set(position)}
+        if not has_positions(self.spec):
+            return state
+        positions = jnp.broadcast_to(step.inputs.positions, (3, features.shape[0]))
+        found = positions[:, jnp.clip(tokens[:, 0], 0, features.shape[0] - 1)].T
+        return state | {FEATURES_POSITION: state[FEATURES_POSITION].at[slots].set(found)}
 
     def _first_features(
         self, state: RequestState, slots: jax.Array, known: jax.Array
@@ -101,26 +142,42 @@ class EagleDrafting(Drafting):
         features: jax.Array | None,
     ) -> Proposed:
         assert features is not None
+        pairs = self._pairs_at(state, places, features)
+        return self._pass(leaves, kv_pool, pairs, is_decode=True)
+
+    def _pairs_at(
+        self, state: RequestState, places: tuple[jax.Array, jax.Array], features: jax.Array
+    ) -> Pairs:
+        """Those that guess the tokens at `places`, slots and positions int32[R]."""
         slots, positions = places
         batch = self._batch_at(state, slots, positions - 2)
-        batch = replace(batch, token_ids=_tokens_after(state, slots, batch.positions))
-        return self._pass(leaves, kv_pool, batch, features, is_decode=True)
+        indices = rotary = batch.positions
+        if has_positions(self.spec):
+            # The last token of a prompt, or of a part of it, may be one of a picture; all others are text.
+            is_first = state[FEATURES_START][slots] == indices
+            later = indices + state[POSITION_OFFSET][slots]
+            rotary = jnp.where(is_first, state[FEATURES_POSITION][slots].T, later)
+        batch = replace(batch, token_ids=_tokens_after(state, slots, indices))
+        return Pairs(batch, rotary, features)
 
     def _pass(
-        self,
-        leaves: list[jax.Array],
-        kv_pool: KVPool,
-        batch: StepBatch,
-        features: jax.Array,
-        *,
-        is_decode: bool,
+        self, leaves: list[jax.Array], kv_pool: KVPool, pairs: Pairs, *, is_decode: bool
     ) -> Proposed:
-        inputs, attention = self._inputs(kv_pool, batch, is_decode=is_decode)
-        embeds = None
+        inputs, attention = self._inputs(kv_pool, pairs.batch, is_decode=is_decode)
+        inputs, embeds = replace(inputs, positions=pairs.positions), None
         if not self.options.has_embedding:
-            embeds = self._engine_model(leaves).model.embed_tokens(batch.token_ids)
-        hidden, features = self._model(leaves).propose(inputs, features, embeds)
+            embeds = self._engine_model(leaves).model.embed_tokens(inputs.token_ids)
+            if pairs.given is not None:
+                values, where = pairs.given
+                embeds = jnp.where(where[:, None], values[:, : embeds.shape[1]], embeds)
+        hidden, features = self._model(leaves).propose(inputs, pairs.features, embeds)
         return Proposed(attention.kv_pool, hidden, features)
+
+    def _given(self, inputs: ForwardInput) -> Given | None:
+        """What this head reads in the place of a step's tokens, if there may be something."""
+        if self.options.mtp_layer is None or inputs.embeds is None or inputs.is_embed is None:
+            return None
+        return inputs.embeds, inputs.is_embed
 
     def _head(self, leaves: list[jax.Array]) -> Any:
         return self._model(leaves) if self.options.has_head else self._engine_model(leaves)
@@ -174,3 +231,10 @@ def _tokens_after(state: RequestState, slots: jax.Array, positions: jax.Array) -
     """int32[T]: the tokens behind these positions of sequences. Those that are not known yet mean nothing."""
     token_ids = state["token_ids"]
     return token_ids[slots, jnp.minimum(positions + 1, token_ids.shape[1] - 1)]
+
+
+def given_after(given: Given, token_row: jax.Array) -> Given:
+    """In the place of the token behind each, as far as a row has it. token_row: int32[T], the row of each."""
+    values, where = given
+    goes_on = token_row[:-1] == token_row[1:]
+    return jnp.roll(values, -1, axis=0), jnp.append(where[1:] & goes_on, False)

@@ -30,6 +30,7 @@ POSITION_OFFSET = "position_offset"
 EXPERT_LOAD = "expert_load"  # see `StepSpec`; counts of the current launch
 FEATURES = "draft_features"  # see `runner.eagle_drafting`
 FEATURES_START = "draft_features_start"
+FEATURES_POSITION = "draft_features_position"
 ADAPTER = "adapter"  # name of the field with a sequence's adapter slot; 0: none
 _NOWHERE = -(2**30)  # no position that a sequence has is near it
 
@@ -100,6 +101,8 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
         shape = (spec.num_slots, 1 + spec.num_drafts, spec.feature_size)
         state[FEATURES] = jnp.zeros(shape, words_of(spec.dtype))
         state[FEATURES_START] = jnp.full(spec.num_slots, _NOWHERE, jnp.int32)
+        if has_positions(spec):  # and its rotary positions
+            state[FEATURES_POSITION] = jnp.zeros((spec.num_slots, 3), jnp.int32)
     if spec.pictures is not None:  # see `runner.encoder`
         shape = (spec.pictures.num_rows, spec.pictures.vision.embedding_size)
         state["pictures"] = jnp.zeros(shape, words_of(spec.dtype))

@@ -333,7 +333,7 @@ class Step:
         if recurrence is not None:
             state = recurrence.state
         if drafting is not None:
-            step = Followed(rows, bucket, batch, inputs.kept, hidden)
+            step = Followed(rows, bucket, batch, inputs, hidden)
             of_drafts, state = drafting.follow(leaves, of_drafts, state, step)
         if inputs.expert_load is not None:
             load = state[EXPERT_LOAD] + jnp.stack(inputs.expert_load)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, SamplingParams
@@ -22,6 +22,7 @@ from tests.checkpoints import VOCAB_SIZE, answers, assert_same_answers, make_llm
 from tests.eagle_heads import CONFIG, FirstHead, Head, Target
 from tests.end_to_end import test_pictures
 from tests.end_to_end.test_draft_model import requests
+from tests.picture_targets import PictureTarget
 
 NUM_DRAFTS = 3
 PLAIN = {"enforce_eager": True}
@@ -72,13 +73,26 @@ def trained(target, llama, tmp_path_factory):
 
 
 def check_drafts(llm: LLM, head: Head | FirstHead, target: Target) -> list[int]:
-    """From now on, after each launch of `draft`, that drafts are those of torch. Returns their number in each launch,
-    which grows.
+    """From now on, that drafts are those of torch. Returns as `watch`."""
+
+    def check(tokens: list[int], drafts: list[int]) -> None:
+        hidden, given = (
+            target.hidden(tokens[:-1], head.layer_ids),
+            target.given(tokens, len(drafts)),
+        )
+        assert drafts == head.drafts(tokens, hidden, len(drafts), given)
+
+    return watch(llm, check)
+
+
+def watch(llm: LLM, see: Callable[[list[int], list[int]], None]) -> list[int]:
+    """From now on, after each launch of `draft`, call `see` with the tokens and the drafts of each row that has some.
+    Returns the number of drafts in each launch, which grows.
     """
     runner = llm._engine.runner
     run, counts = runner._run, []
 
-    def run_and_check(name, *buffers):
+    def run_and_see(name, *buffers):
         result = run(name, *buffers)
         if name.startswith("draft"):
             layout, (packed,) = runner._lowerings.layouts[name], buffers
@@ -88,14 +102,12 @@ def check_drafts(llm: LLM, head: Head | FirstHead, target: Target) -> list[int]:
             for slot, start, num_tokens, num_drafts in rows:
                 known = start + num_tokens - num_drafts
                 if num_drafts:
-                    tokens = token_ids[slot, :known].tolist()
-                    hidden = target.hidden(tokens[:-1], head.layer_ids)
-                    drafts = token_ids[slot, known : known + num_drafts].tolist()
-                    assert drafts == head.drafts(tokens, hidden, num_drafts)
+                    whole = token_ids[slot, : known + num_drafts].tolist()
+                    see(whole[:known], whole[known:])
             counts.append(sum(layout.view(packed, "num_drafts").tolist()))
         return result
 
-    runner._run = run_and_check
+    runner._run = run_and_see
     return counts
 
 
@@ -296,17 +308,41 @@ def test_update_weights_changes_what_the_head_reads(trained, target, llama, tmp_
 
 
 @pytest.mark.slow
-def test_pictures_are_to_a_head_the_tokens_in_their_place(tmp_path):
-    """Qwen3-VL adds more of them to the outputs of its first layers, which the head reads."""
-    path = picture_models.save(picture_models.qwen3_vl_config(), tmp_path / "model", seed="head")
+@pytest.mark.parametrize(
+    ("config", "method", "sections"),
+    [
+        # It adds more of a picture to the outputs of its first layers, which the head reads.
+        pytest.param("qwen3_vl_config", "eagle3", None, id="one position"),
+        pytest.param("qwen2_5_vl_config", "eagle3", [2, 2, 2], id="three positions"),
+        pytest.param("qwen2_5_vl_config", "eagle", None, id="the first EAGLE"),
+    ],
+)
+def test_behind_pictures_drafts_are_those_of_torch(config, method, sections, tmp_path):
+    """Of a head that has learned nothing, of prompts in chunks that begin within pictures. It reads the tokens in the
+    place of pictures, at their rotary positions; without sections of its own the first of three.
+    """
+    path = picture_models.save(getattr(picture_models, config)(), tmp_path / "model", seed="head")
     picture_models.save_tokenizer(path)
-    sizes = {"hidden_size": 48, "vocab_size": picture_models.VOCAB_SIZE}
-    head = Head(CONFIG | sizes, torch.zeros(picture_models.VOCAB_SIZE, 48))
-    folder = head.save(tmp_path / "head")
-    expected = test_pictures.answers(test_pictures.make_llm(path))
-    llm = test_pictures.make_llm(path, **drafts_of(folder))
-    assert test_pictures.answers(llm) == expected
-    assert llm.stats().num_draft_tokens > 100
+    target = PictureTarget(path, test_pictures.prepared(path), never=test_pictures.NEVER)
+    changes: dict = {"hidden_size": 48, "vocab_size": picture_models.VOCAB_SIZE}
+    if sections is not None:
+        changes["rope_scaling"] = {"type": "mrope", "mrope_section": sections}
+    if method == "eagle":
+        head = FirstHead(target, bias=True, **changes)
+    else:
+        head = Head(CONFIG | changes, target.embedding)
+    options = drafts_of(head.save(tmp_path / "head"), method=method)
+    check_behind_pictures(path, head, target, **options)
+
+
+def check_behind_pictures(path, head, target: PictureTarget, **options) -> None:
+    """All drafts behind the prompts of `test_pictures`, and that answers are those without."""
+    params = dataclasses.replace(test_pictures.GREEDY, max_tokens=12)
+    expected = test_pictures.answers(test_pictures.make_llm(path), params=params)
+    llm = test_pictures.make_llm(path, **options)
+    counts = check_drafts(llm, head, target)
+    assert test_pictures.answers(llm, params=params) == expected
+    assert sum(counts) == llm.stats().num_draft_tokens > 100
 
 
 def spec_of(path, **options) -> EngineSpec:

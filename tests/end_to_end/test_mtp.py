@@ -12,7 +12,7 @@ from tests import checkpoints, mixtures
 from tests.checkpoints import answers, assert_same_answers
 from tests.eagle_heads import Target
 from tests.end_to_end.test_draft_model import requests
-from tests.end_to_end.test_eagle3 import check_drafts, greedy, prompts
+from tests.end_to_end.test_eagle3 import check_drafts, greedy, prompts, watch
 from tests.mtp_layers import Layer, tame
 
 pytestmark = pytest.mark.slow
@@ -58,3 +58,18 @@ def test_tokens_are_those_without_drafts(tmp_path):
     counts = check_drafts(llm, layer, target)
     llm.generate(prompts(), greedy(12), use_tqdm=False)
     assert sum(counts) == llm.stats().num_draft_tokens - stats.num_draft_tokens > 30
+
+
+def test_a_layer_reads_the_embeddings_of_a_prompt(tmp_path):
+    """Which are those of tokens: drafts behind them are those behind the tokens, of prompts in chunks too."""
+    path = mixtures.build("deepseek_v3", 0, tmp_path)
+    target = Target(path)
+    options = {"enable_prompt_embeds": True, "max_num_batched_tokens": 16, "block_size": 4}
+    llm = make_llm(Layer(target).add_to(path), **DRAFTS, **options, enable_prefix_caching=False)
+    found: list[list[int]] = []
+    watch(llm, lambda _, drafts: found.append(drafts))
+    llm.generate(prompts(), greedy(12), use_tqdm=False)
+    expected, found[:] = list(found), []
+    embeds = [target.embedding[each["prompt_token_ids"]].numpy() for each in prompts()]
+    llm.generate([{"prompt_embeds": each} for each in embeds], greedy(12), use_tqdm=False)
+    assert found == expected and sum(map(len, found)) > 50

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import transformers
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.registry import picture_processor
+from jaxpage.pictures.border import Expanded, Picture
 from jaxpage.replay import replay
 from jaxpage.tokenizer import load_tokenizer
 from tests import checkpoints, picture_models
@@ -46,6 +48,28 @@ CONFIGS = {
 PIXELS = {"min_pixels": 784, "max_pixels": 130 * 784}
 
 
+def processor_of(path) -> Any:
+    """Of the prompts of a model, as engines have it."""
+    config, tokenizer = load_hf_config(str(path)), load_tokenizer(str(path))
+    return picture_processor(config, path, tokenizer=tokenizer, options=PIXELS)
+
+
+def expand(processor: Any, prompt: list[int] | dict) -> tuple[Expanded, list[Picture]]:
+    """A prompt with tokens in the place of its pictures, and these."""
+    media, ids = {"image": [], "video": []}, prompt
+    if not isinstance(prompt, list):
+        media, ids = prompt["multi_modal_data"], prompt["prompt_token_ids"]
+    pictures = [processor.image(image) for image in media["image"]]
+    pictures += [processor.video(frames, **known) for frames, known in media["video"]]
+    return processor.expand(list(ids), pictures), pictures
+
+
+def prepared(path) -> list[tuple[Expanded, list[Picture]]]:
+    """All PROMPTS, for a model."""
+    processor = processor_of(path)
+    return [expand(processor, prompt) for prompt in PROMPTS]
+
+
 class Family:
     """A tiny model of a family, transformers' own, and an engine that many tests share."""
 
@@ -53,12 +77,7 @@ class Family:
         self.path = picture_models.save(config, folder, seed="qwen3_vl 4")
         picture_models.save_tokenizer(self.path)
         self.oracle = picture_models.torch_model(self.path)
-        self.processor = picture_processor(
-            load_hf_config(str(self.path)),
-            self.path,
-            tokenizer=load_tokenizer(str(self.path)),
-            options=PIXELS,
-        )
+        self.processor = processor_of(self.path)
         self.llm = make_llm(self.path)
 
     @functools.cached_property
@@ -68,12 +87,7 @@ class Family:
 
     def checked_answer(self, prompt) -> list[int]:
         """The greedy answer to a prompt, whose tokens and log-probabilities are those of transformers."""
-        media, ids = {"image": [], "video": []}, prompt
-        if not isinstance(prompt, list):
-            media, ids = prompt["multi_modal_data"], prompt["prompt_token_ids"]
-        pictures = [self.processor.image(image) for image in media["image"]]
-        pictures += [self.processor.video(frames, **known) for frames, known in media["video"]]
-        expanded = self.processor.expand(list(ids), pictures)
+        expanded, pictures = expand(self.processor, prompt)
         params = dataclasses.replace(GREEDY, logprobs=1)
         (output,) = self.llm.generate(prompt, params, use_tqdm=False)
         (answer,) = output.outputs

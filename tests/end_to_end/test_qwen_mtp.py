@@ -15,11 +15,12 @@ from tests.checkpoints import answers, assert_same_answers
 from tests.eagle_heads import Target
 from tests.end_to_end import test_pictures
 from tests.end_to_end.test_draft_model import requests
-from tests.end_to_end.test_eagle3 import check_drafts, greedy, prompts
+from tests.end_to_end.test_eagle3 import check_behind_pictures, check_drafts, greedy, prompts
 from tests.end_to_end.test_mtp import DRAFTS
 from tests.end_to_end.test_parity import prompts_of
 from tests.models.test_qwen_mtp import build
 from tests.mtp_layers import tame
+from tests.picture_targets import PictureTarget
 from tests.qwen_mtp_layers import QwenLayer
 
 pytestmark = pytest.mark.slow
@@ -91,11 +92,17 @@ def test_a_prompt_begins_with_a_state_in_the_prefix_cache(tmp_path):
     assert stats.num_accepted_tokens > stats.num_draft_tokens / 4
 
 
-def test_pictures_are_to_the_layer_the_tokens_in_their_place(tmp_path):
-    path = picture_models.save(picture_models.qwen3_5_config(), tmp_path, seed="mtp")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3_5", {}),
+        pytest.param("qwen3_5_moe", {"tensor_parallel_size": 2}, marks=pytest.mark.deep),
+    ],
+)
+def test_behind_pictures_drafts_are_those_of_torch(name, options, tmp_path):
+    """Of a layer that has learned nothing, which reads embeddings of pictures, at three positions each."""
+    path = picture_models.save(test_pictures.CONFIGS[name](), tmp_path, seed="mtp")
     picture_models.save_tokenizer(path)
-    QwenLayer(Target(path)).add_to(path)
-    expected = test_pictures.answers(test_pictures.make_llm(path))
-    llm = test_pictures.make_llm(path, **DRAFTS)
-    assert test_pictures.answers(llm) == expected
-    assert llm.stats().num_draft_tokens > 0
+    target = PictureTarget(path, test_pictures.prepared(path), never=test_pictures.NEVER)
+    layer = QwenLayer(target)
+    check_behind_pictures(layer.add_to(path), layer, target, **DRAFTS, **options)

@@ -32,6 +32,7 @@ def config_of(folder, tensors=(), target=TARGET):
         pytest.param({}, id="plain"),
         pytest.param({"norm_before_residual": True, "num_hidden_layers": 2}, id="two layers"),
         pytest.param({"norm_before_fc": True}, id="a norm of all"),
+        pytest.param({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}}, id="M-RoPE"),
         pytest.param({"fc_norm": True, "norm_output": True}, id="norms of each"),
         pytest.param(
             {"hidden_size": 48, "target_hidden_size": 32, "draft_vocab_size": None},
@@ -42,19 +43,22 @@ def config_of(folder, tensors=(), target=TARGET):
     ],
 )
 def test_its_logits_and_features_are_those_of_torch(changes, tmp_path):
+    """At three positions of each token, of which a head without M-RoPE reads the first."""
     rng = np.random.default_rng(0)
     theirs = Head(CONFIG | changes, torch.tensor(rng.normal(size=(250, 32)), dtype=torch.float32))
     theirs.save(tmp_path)
     ours = EagleHead(config_of(tmp_path, open_checkpoint(tmp_path)))
     load(ours, tmp_path, use_tqdm=False)
     tokens, hidden = rng.integers(0, 250, 7), rng.normal(size=(7, 96)).astype(np.float32)
+    positions = rng.integers(0, 9, (3, 7))
     with torch.no_grad():
         read = theirs.features(torch.tensor(hidden))
-        their_logits, their_features = theirs(torch.tensor(tokens), read)
+        their_logits, their_features = theirs(torch.tensor(tokens), read, torch.tensor(positions))
     features = ours.features(jnp.asarray(hidden))
-    positions = jnp.arange(7)
     inputs = ForwardInput(
-        token_ids=jnp.asarray(tokens), positions=positions, attention=DenseAttention(positions)
+        token_ids=jnp.asarray(tokens),
+        positions=jnp.asarray(positions),
+        attention=DenseAttention(jnp.arange(7)),
     )
     embeds = jnp.asarray(theirs.embedding.numpy())[tokens]
     states, found = ours.propose(inputs, features, embeds)
