@@ -93,12 +93,19 @@ def test_layers_that_only_convolve_have_inputs_of_convolutions_and_no_kernel(tmp
     names = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(names | sizes))
     spec = replace(spec_of(tmp_path, max_num_seqs=100), hardware=TPU)
-    assert sequence_bytes(spec.model.config.recurrent, jnp.bfloat16, num_drafts=0) == 2 * 2 * 2048 * 2
+    assert (
+        sequence_bytes(spec.model.config.recurrent, jnp.bfloat16, num_drafts=0) == 2 * 2 * 2048 * 2
+    )
     assert choose_kernel(spec.model.config, TPU, num_devices=1).chosen is None
     assert spec.step_spec.state_kernel is None
     assert recurrent_state_line(spec) == (
         "state     1.64 MB of recurrent state for 100 sequences, 3.28 MB for 200 in the prefix cache"
     )
+    one_tap = json.dumps(names | sizes | {"conv_L_cache": 1})
+    (tmp_path / "config.json").write_text(one_tap)
+    spec = spec_of(tmp_path)
+    assert sequence_bytes(spec.model.config.recurrent, jnp.bfloat16, num_drafts=0) == 0
+    assert spec.step_spec.num_cached_states == 2 * spec.config.max_num_seqs
 
 
 @pytest.mark.parametrize(
@@ -156,6 +163,14 @@ def test_a_device_s_kernel_serves_its_steps_and_the_log_says_so(folder, can_comp
 def test_what_is_not_for_such_models_is_refused(options, complaint, folder):
     with pytest.raises(ValueError, match=complaint):
         spec_of(folder, **options)
+
+
+def test_no_draft_model_has_such_a_state(folder):
+    drafts = {"model": str(folder), "num_speculative_tokens": 2}
+    with pytest.raises(
+        ValueError, match="Qwen3_5ForCausalLM has .* recurrent state.*take one without"
+    ):
+        spec_of(folder, speculative_config=drafts)
 
 
 def test_beams_are_refused():

@@ -137,9 +137,8 @@ class MambaOptions:
     output_bias: bool | None = None  # None: as `projection_bias`
     # What is normalised: what the gate has multiplied, what it multiplies then, or nothing.
     norm: Literal["gated", "before the gate"] | None = "gated"
-    factors: tuple[float, ...] | None = (
-        None  # of the parts of the projection, see `mamba2.part_sizes`
-    )
+    # Of the parts of the projection, see `mamba2.part_sizes`.
+    factors: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
