@@ -122,7 +122,7 @@ def _check(drafts: ModelConfig, model: ModelConfig) -> None:
     if drafts.recurrent is not None:
         raise ValueError(
             f"{drafts.architecture} has layers with a recurrent state, which only the engine's own model may have; "
-            "take one whose layers all have attention"
+            "take one without"
         )
     if abs(drafts.vocab_size - model.vocab_size) > _MOST_PADDING:
         raise ValueError(

@@ -91,7 +91,8 @@ def _num_fitting(
     shares = 1 if model.recurrent.num_key_heads % num_devices else num_devices
     most = int(part * device_bytes) * shares
     size = sequence_bytes(model.recurrent, model.dtype, num_drafts=config.num_drafts)
-    return 1 << max(most // size, 1).bit_length() - 1
+    # Convolutions of one tap keep nothing.
+    return 1 << max(most // max(size, 1), 1).bit_length() - 1
 
 
 def sequence_bytes(sizes: RecurrentLayers, dtype: DTypeLike, *, num_drafts: int) -> int:

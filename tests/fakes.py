@@ -738,8 +738,8 @@ class FakeRunner:
                 assert num_accepted >= 0 and found[num_accepted] == digests[start - 1], (
                     f"{row=} has the state of others"
                 )
-                # The device has room for accepted drafts before one known token.
-                assert not num_accepted or count == 1 + num_drafts
+                # The device has room for accepted drafts, one known token, and new drafts.
+                assert not (num_accepted or num_drafts) or count == 1 + num_drafts
             if count:
                 end = start + count
                 new = digests[end - num_drafts - 1 : end]

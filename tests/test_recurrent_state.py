@@ -86,21 +86,36 @@ def test_the_states_of_models_are_the_kernels(name, num_devices, tmp_path, can_c
         assert (choice.chosen, choice.reason) == (platform, None)
 
 
-def test_layers_that_only_convolve_have_inputs_of_convolutions_and_no_kernel(tmp_path):
-    """Of LFM2-1.2B two inputs of 2,048 channels, in two layers."""
+def lfm2_of(folder: Path, **options) -> Path:
+    """Of 2,048 channels, as LFM2-1.2B."""
     kinds = ["conv", "full_attention", "conv"]
     sizes = {"vocab_size": 96, "layer_types": kinds, "num_hidden_layers": 3, "hidden_size": 2048}
     names = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(names | sizes))
-    spec = replace(spec_of(tmp_path, max_num_seqs=100), hardware=TPU)
-    assert (
-        sequence_bytes(spec.model.config.recurrent, jnp.bfloat16, num_drafts=0) == 2 * 2 * 2048 * 2
-    )
+    (folder / "config.json").write_text(json.dumps(names | sizes | options))
+    return folder
+
+
+def bytes_of(spec: EngineSpec) -> int:
+    recurrent = spec.model.config.recurrent
+    assert recurrent is not None
+    return sequence_bytes(recurrent, jnp.bfloat16, num_drafts=0)
+
+
+def test_layers_that_only_convolve_have_inputs_of_convolutions_and_no_kernel(tmp_path):
+    """Two inputs in two layers."""
+    spec = replace(spec_of(lfm2_of(tmp_path), max_num_seqs=100), hardware=TPU)
+    assert bytes_of(spec) == 2 * 2 * 2048 * 2
     assert choose_kernel(spec.model.config, TPU, num_devices=1).chosen is None
     assert spec.step_spec.state_kernel is None
     assert recurrent_state_line(spec) == (
         "state     1.64 MB of recurrent state for 100 sequences, 3.28 MB for 200 in the prefix cache"
     )
+
+
+def test_empty_states_limit_nothing(tmp_path):
+    spec = spec_of(lfm2_of(tmp_path, conv_L_cache=1))
+    assert bytes_of(spec) == 0
+    assert spec.step_spec.num_cached_states == 2 * spec.config.max_num_seqs
 
 
 @pytest.mark.parametrize(
@@ -158,6 +173,14 @@ def test_a_device_s_kernel_serves_its_steps_and_the_log_says_so(folder, can_comp
 def test_what_is_not_for_such_models_is_refused(options, complaint, folder):
     with pytest.raises(ValueError, match=complaint):
         spec_of(folder, **options)
+
+
+def test_no_draft_model_has_such_a_state(folder):
+    drafts = {"model": str(folder), "num_speculative_tokens": 2}
+    with pytest.raises(
+        ValueError, match="Qwen3_5ForCausalLM has .* recurrent state.*take one without"
+    ):
+        spec_of(folder, speculative_config=drafts)
 
 
 def test_beams_are_refused():

@@ -12,6 +12,7 @@ import math
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.models.config import RecurrentLayers
 from jaxpage.ops.delta_rule import CHUNK
+from jaxpage.ops.packed_delta_rule import window_of_drafts
 from jaxpage.recurrent_state import sequence_bytes
 from jaxpage.runner.recurrence import recurrent_axes
 
@@ -60,12 +61,16 @@ def flops_in_a_chunk(sizes: RecurrentLayers) -> int:
 
 
 def temp_bytes_of_recurrence(spec: EngineSpec) -> int:
-    """In addition to `steps.most_temp_bytes`: what a step prepares of all chunks, in float32, and results."""
+    """In addition to `steps.most_temp_bytes`: what a step prepares of all chunks, in float32, and results. With drafts
+    each row has a window beside them, whatever its length.
+    """
     sizes = spec.model.config.recurrent
     if sizes is None or not sizes.has_matrix:
         return 0
     of_a_head = 4 * (sizes.key_dim + sizes.value_dim + CHUNK)
     num_tokens = spec.config.max_num_batched_tokens + CHUNK
+    if num_drafts := spec.config.num_drafts:
+        num_tokens += spec.config.max_num_seqs * window_of_drafts(num_drafts)
     return 4 * num_tokens * sizes.num_value_heads * of_a_head // _shares(spec, sizes)
 
 

@@ -23,9 +23,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How a router scores experts. Scores that are to add up to one are divided by their sum plus `added_to_sum`, by at
-    least `least_sum`.
-    """
+    """How a router scores experts."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
     # A number for each expert is added to its score when experts are chosen, but not in their shares.
@@ -36,8 +34,8 @@ class Routing:
     chosen_groups: int = 1
     num_best: int = 2
     factor: float = 1.0  # of shares
-    least_sum: float = 1e-20
-    added_to_sum: float = 0.0  # before
+    added_to_sum: float = 0.0  # of shares, before it divides them so that they add up to one
+    least_sum: float = 1e-20  # that divides them
     in_float32: bool = False  # the router's weight, whatever the model's dtype
 
 
@@ -96,8 +94,7 @@ class Scales:
 
     embedding: float | None = None  # of token embeddings
     residual: float | None = None  # of the outputs of attention and MLP
-    # Falcon-H1, in each layer: of the input and output of attention, those of the recurrent part, and the MLP's gate
-    # before the activation and its output.
+    # Falcon-H1: of inputs and outputs of attention and of the recurrent part; of the MLP's gate, and of its output.
     attention: tuple[float, float] | None = None
     recurrence: tuple[float, float] | None = None
     mlp: tuple[float, float] | None = None
@@ -137,17 +134,14 @@ class MambaOptions:
     output_bias: bool | None = None  # None: as `projection_bias`
     # What is normalised: what the gate has multiplied, what it multiplies then, or nothing.
     norm: Literal["gated", "before the gate"] | None = "gated"
-    factors: tuple[float, ...] | None = (
-        None  # of the parts of the projection, see `mamba2.part_sizes`
-    )
+    factors: tuple[float, ...] | None = None  # of the projection's parts, `mamba2.part_sizes`
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentLayers:
-    """Layers with a recurrent state in place of keys and values, see `gated_delta_net`, `mamba2` and `lfm2`. It is the
-    last W - 1 inputs of a convolution, and float32 of `state_shape`.
-
-    Of LFM2 there is only the former: the key dim is 0, and each of N heads has a channel.
+    """Layers with a recurrent state in place of keys and values or beside them, see `gated_delta_net`, `mamba2` and
+    `lfm2`. It is the last W - 1 inputs of a convolution, and float32 of `state_shape`. Of LFM2 there is only the
+    former: the key dim is 0, and each of N heads has a channel.
     """
 
     layers: tuple[int, ...]
@@ -390,15 +384,13 @@ def _layer_types(hf: PretrainedConfig) -> list[str]:
     everywhere = _FULL if hf.sliding_window is None else _SLIDING
     own = hf.layer_types if _has_option(hf, "layer_types") else None
     kinds = own or [everywhere] * hf.num_hidden_layers
-    unknown = sorted(set(kinds) - {_FULL, _SLIDING})
-    if unknown:
+    if unknown := sorted(set(kinds) - {_FULL, _SLIDING}):
         raise ValueError(
             f"layer_types contains {', '.join(unknown)}; supported are {_FULL} and {_SLIDING}"
         )
     if len(kinds) != hf.num_hidden_layers:
         raise ValueError(
-            f"layer_types has {len(kinds)} entries for {hf.num_hidden_layers} layers; "
-            "correct config.json"
+            f"layer_types has {len(kinds)} entries for {hf.num_hidden_layers} layers; correct config.json"
         )
     if _SLIDING in kinds and hf.sliding_window is not None and hf.sliding_window < 1:
         raise ValueError(

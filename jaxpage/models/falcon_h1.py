@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _NAME = "FalconH1ForCausalLM"
 _COUNTS = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
+_FACTORS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 _NUM_PARTS = 5  # of Mamba-2's projection, each with a factor
 
 
@@ -104,22 +105,29 @@ def falcon_h1_config(
     """ModelConfig of a FalconH1ForCausalLM. Raises ValueError for what is not supported."""
     if hf.hidden_act != "silu":
         raise ValueError(f"{_NAME}: hidden_act is {hf.hidden_act!r}; supported is 'silu'")
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    return decoder_config(
+    factor = {name: _factor(hf, f"{name}_multiplier") for name in _FACTORS}
+    config = decoder_config(
         hf,
         dtype=dtype,
         max_model_len=max_model_len,
-        # All of a key is multiplied by `key_multiplier`, so the product with a query may be instead.
-        attention_scale=head_dim**-0.5 * hf.key_multiplier,
         scales=Scales(
-            embedding=hf.embedding_multiplier,
-            logits=hf.lm_head_multiplier,
-            attention=(hf.attention_in_multiplier, hf.attention_out_multiplier),
-            recurrence=(hf.ssm_in_multiplier, hf.ssm_out_multiplier),
+            embedding=factor["embedding"],
+            logits=factor["lm_head"],
+            attention=(factor["attention_in"], factor["attention_out"]),
+            recurrence=(factor["ssm_in"], factor["ssm_out"]),
             mlp=_factors(hf, "mlp_multipliers", 2),
         ),
         recurrent=_recurrent(hf),
     )
+    # All of a key is multiplied by its factor, so the product with a query may be instead.
+    return replace(config, attention_scale=config.attention_scale * factor["key"])
+
+
+def _factor(hf: PretrainedConfig, name: str) -> float:
+    factor = getattr(hf, name)
+    if not isinstance(factor, int | float):
+        raise ValueError(f"{_NAME}: {name} is {factor!r} in config.json; it must be a number")
+    return factor
 
 
 def _factors(hf: PretrainedConfig, name: str, number: int) -> Any:

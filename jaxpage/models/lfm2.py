@@ -160,11 +160,20 @@ def _name(hf: PretrainedConfig) -> str:
 
 
 def _mlp_dim(hf: PretrainedConfig) -> int:
-    """As transformers' Lfm2MLP computes it from the options of config.json."""
-    if not hf.block_auto_adjust_ff_dim:
-        return hf.intermediate_size
+    """As transformers' Lfm2MLP computes it from the options of config.json, where `intermediate_size` is
+    `block_ff_dim` too.
+    """
     size, multiple = counts_of(hf, ("intermediate_size", "block_multiple_of"), _name(hf))
-    return multiple * -(-int(hf.block_ffn_dim_multiplier * int(2 * size / 3)) // multiple)
+    if not hf.block_auto_adjust_ff_dim:
+        return size
+    factor = hf.block_ffn_dim_multiplier
+    adjusted = multiple * -(-int(factor * int(2 * size / 3)) // multiple)
+    if adjusted < 1:
+        raise ValueError(
+            f"{_name(hf)}: MLPs of {adjusted} from an intermediate_size (block_ff_dim) of {size} and "
+            f"block_ffn_dim_multiplier {factor}; check both in config.json"
+        )
+    return adjusted
 
 
 def _convolutions(hf: PretrainedConfig) -> RecurrentLayers | None:

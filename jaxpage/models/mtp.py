@@ -143,12 +143,13 @@ def check_same_model(hf: PretrainedConfig, text: PretrainedConfig, target: Model
     model than `target`.
     """
     architecture = (hf.architectures or ["?"])[0]
-    found = _without_kind(architecture), getattr(text, "num_hidden_layers", None)
-    if found != (_without_kind(target.architecture), target.num_layers):
+    sizes = tuple(getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    wanted = target.num_layers, target.hidden_size
+    if (_without_kind(architecture), sizes) != (_without_kind(target.architecture), wanted):
         raise ValueError(
-            f"{architecture} with {found[1]} layers is another model than {target.architecture} with "
-            f"{target.num_layers}, and has no MTP layer for it; leave model out to take the layer of the model's own "
-            "checkpoint"
+            f"{architecture} with {sizes[0]} layers of {sizes[1]} is another model than {target.architecture} with "
+            f"{wanted[0]} of {wanted[1]}, and has no MTP layer for it; leave model out to take the layer of the "
+            "model's own checkpoint"
         )
 
 

@@ -30,9 +30,8 @@ from pallas_kernels.mamba2 import tpu_windows as mamba2_windows
 _TOGETHER = 8  # rows of one token, in steps with longer ones
 _WINDOWS_TOGETHER = 16  # rows with drafts
 _SMALLEST_WINDOW = 8  # a TPU's registers have eight rows
-MOST_DRAFTS = (
-    CHUNK - 1
-) // 2  # of a row in a step, so that those of two steps and a token fit in a chunk
+# Of a row in a step, so that those of two steps and a token fit in a chunk.
+MOST_DRAFTS = (CHUNK - 1) // 2
 
 
 class StateRows(NamedTuple):
@@ -46,14 +45,18 @@ class StateRows(NamedTuple):
     parents: jax.Array  # int32[R]: the row itself, or the one before it that a sibling continues
     is_sibling: jax.Array  # bool[R]: it has no tokens, and gets the state of its parent
     num_drafts: jax.Array  # int32[R]: how many of its last tokens are drafts
-    num_accepted: (
-        jax.Array
-    )  # int32[R]: drafts of the step before that were accepted; its first token is behind them
+    # int32[R]: how many drafts of the step before were accepted; its first token is behind them
+    num_accepted: jax.Array
 
     @property
     def has_drafts(self) -> jax.Array:
         """bool[R]: it has drafts, or the step before had some that were accepted."""
         return self.is_live & ((self.num_drafts > 0) | (self.num_accepted > 0))
+
+
+def window_of_drafts(most: int) -> int:
+    """How many tokens the window of a row has in steps with up to `most` drafts a row."""
+    return max(1 << (2 * most).bit_length(), _SMALLEST_WINDOW)
 
 
 def of_packed_tokens(
@@ -159,7 +162,7 @@ def _with_drafts(
     then the row's tokens, at most 1 + K.
     """
     num_tokens, most = tokens.k.shape[0], drafts.k.shape[1]
-    size = max(1 << (2 * most).bit_length(), _SMALLEST_WINDOW)
+    size = window_of_drafts(most)
     order, number = chosen_first(rows.has_drafts)
     exists = jnp.arange(order.size) < number
     row = jax.tree.map(lambda x: x[order], rows)

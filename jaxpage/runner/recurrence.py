@@ -212,7 +212,8 @@ def _convolve(
             (each.astype(jnp.float32) * weight[None, :, tap] for tap, each in enumerate(window)),
             start=jnp.float32(0),
         )
-        last = window[1:] + [x] * num_drafts  # which there are none of
+        # Such rows have no drafts, so what is kept in their place means nothing.
+        last = window[1:] + [x] * num_drafts
     else:
         out = _sums(x, before, weight, rows)
         last = _last_inputs(x, before, rows)

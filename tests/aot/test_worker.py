@@ -25,6 +25,7 @@ from jaxpage.engine_spec import make_engine_spec
 from jaxpage.ops.experts import ExpertsKernel
 from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.mesh import local_mesh
+from jaxpage.speculation import SpeculativeConfig
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import choose_experts
 from tests.aot.gemma4 import MODELS as GEMMA_4
@@ -304,6 +305,16 @@ def test_most_layers_of_qwen3_5_have_a_state_in_place_of_keys(num_devices, tmp_p
     num_states = spec.config.max_num_seqs + spec.step_spec.num_cached_states
     assert spec.lowerings().state_bytes > num_states * state // num_devices
     assert numbers_of_model(spec_of(MODELS["Qwen2.5-0.5B"], tmp_path))["recurrence"] is None
+
+
+def test_rows_with_drafts_have_a_window_each(tmp_path):
+    """Of 16 tokens for up to 4 drafts: those of two steps, and one token."""
+    spec = spec_of(RECURRENT["4B"], tmp_path)
+    without = temp_bytes_of_recurrence(spec)
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    config = dataclasses.replace(spec.config, speculative_config=drafts)
+    more = temp_bytes_of_recurrence(dataclasses.replace(spec, config=config)) - without
+    assert more == 4 * 16 * spec.config.max_num_seqs * 32 * 4 * (128 + 128 + 64)
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])

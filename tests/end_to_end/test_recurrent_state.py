@@ -21,6 +21,7 @@ from jaxpage.weights.save import save
 from tests import checkpoints, dense_families, mixtures
 from tests.end_to_end import test_late_masks as late_masks
 from tests.end_to_end.test_parity import log_softmax, prompts_of, torch_logits_of
+from tests.end_to_end.test_speculation import LOOKUP
 from tests.few_programs import few_programs
 from tests.rl.test_rollout import completion, make_rollout, output
 
@@ -114,8 +115,12 @@ def test_names_of_checkpoints_with_pictures_and_further_predictors(path, expecte
     checkpoints.assert_same_answers(answers(make_llm(folder)), expected, atol=1e-6)
 
 
-def test_a_convolution_with_one_tap_keeps_no_inputs(tmp_path):
-    path = BUILD["qwen3_5"]("qwen3_5", 0, tmp_path, linear_conv_kernel_dim=1)
+@pytest.mark.parametrize(
+    ("family", "option"), [("qwen3_5", "linear_conv_kernel_dim"), ("lfm2", "conv_L_cache")]
+)
+def test_a_convolution_with_one_tap_keeps_no_inputs(family, option, tmp_path):
+    """Of LFM2 the state is empty then."""
+    path = BUILD[family](family, 0, tmp_path, **{option: 1})
     found = answers(make_llm(path))
     for (tokens, _), prompt in zip(found, PROMPTS, strict=True):
         (logits,) = torch_logits_of(path, [prompt], [tokens])
@@ -190,10 +195,14 @@ def test_logprobs_of_a_prompt(path):
     np.testing.assert_allclose(got, wanted[np.arange(29), PROMPTS[0][1:]], atol=1e-4)
 
 
-def test_recorded_calls_give_the_same_bits(path, tmp_path):
+@pytest.mark.parametrize(
+    "options", [{}, {"speculative_config": LOOKUP}], ids=["plain", "with drafts"]
+)
+def test_recorded_calls_give_the_same_bits(options, path, tmp_path):
     file = tmp_path / "run.calls"
-    llm = make_llm(path, record_calls=str(file))
-    answers(llm)
+    llm = make_llm(path, record_calls=str(file), **options)
+    answers(llm, [[*prompt, *prompt] for prompt in PROMPTS])
+    assert (llm.stats().num_draft_tokens > 0) == bool(options)
     del llm
     with few_programs(), file.open("rb") as recording:
         found = replay(recording)

@@ -51,7 +51,8 @@ def requests() -> tuple[list[dict], list[SamplingParams]]:
         pytest.param("qwen3_5", {}, id="delta rule"),
         pytest.param("qwen3_5", {"num_gpu_blocks_override": 24}, id="delta rule, preempted"),
         pytest.param("granite_hybrid", {"tensor_parallel_size": 2}, id="Mamba-2, two devices"),
-        pytest.param("lfm2", {}, id="convolutions"),
+        pytest.param("lfm2", {"num_gpu_blocks_override": 24}, id="convolutions, preempted"),
+        pytest.param("falcon_h1", {"tensor_parallel_size": 3}, id="Mamba-2 and attention, three"),
     ],
 )
 def test_tokens_are_those_without_drafts(family, options, tmp_path):
@@ -60,10 +61,14 @@ def test_tokens_are_those_without_drafts(family, options, tmp_path):
     few_layers = {
         "qwen2": {"num_hidden_layers": 1},
         "qwen3_5": {"num_hidden_layers": 2, "layer_types": kinds},
+        "lfm2": {
+            "num_hidden_layers": 2,
+            "layer_types": [dense_families.CONVOLUTION, dense_families.FULL],
+        },
+        "falcon_h1": {"num_hidden_layers": 1},
     }
-    variant = {"qwen3_5": 1, "lfm2": 2}.get(family, 0)
     build = checkpoints.build if family in ("qwen2", "gemma3") else dense_families.build
-    path = build(family, variant, tmp_path, **few_layers.get(family, {}))
+    path = build(family, int(family == "qwen3_5"), tmp_path, **few_layers.get(family, {}))
     prompts, params = requests()
     options = {"enforce_eager": True} | options
     expected = answers(make_llm(path, **options), prompts, params)

@@ -108,6 +108,11 @@ def test_kinds_of_norms(changes, norm, tmp_path):
         ({"mamba_n_groups": 5}, "24 heads cannot be in 5 equal groups; check mamba_n_heads"),
         ({"mamba_d_conv": 0}, "mamba_d_conv is 0 in config.json; it must be a positive integer"),
         ({"time_step_limit": [1.0, 0.5]}, "the least time step is above the most; swap them"),
+        *(
+            ({f"{name}_multiplier": None}, f"{name}_multiplier is None in config.json; it must be")
+            for name in ("key", "embedding", "lm_head", "attention_out", "ssm_in")
+        ),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0 in config.json"),
     ],
 )
 def test_what_is_not_supported_is_refused(changes, message, tmp_path):

@@ -142,6 +142,13 @@ def test_options_that_transformers_ignores_change_nothing(tmp_path):
         (MOE, {"layer_types": ["full_attention"] * 5 + ["mamba"]}, "must have conv or full_att"),
         (DENSE, {"conv_L_cache": 0}, "conv_L_cache is 0 in config.json; it must be a positive"),
         (DENSE, {"block_multiple_of": 0}, "block_multiple_of is 0 in config.json"),
+        (DENSE, {"block_ffn_dim_multiplier": -1.0}, "MLPs of -8192 from .* of 12288 and .* -1.0"),
+        (DENSE, {"block_ff_dim": 1}, r"MLPs of 0 from an intermediate_size \(block_ff_dim\) of 1"),
+        (
+            DENSE,
+            {"block_auto_adjust_ff_dim": False, "block_ff_dim": 0},
+            "intermediate_size is 0 in config.json",
+        ),
         (MOE, {"num_experts": 3}, "4 experts for each token of 3"),
     ],
 )

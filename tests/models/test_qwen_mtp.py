@@ -158,10 +158,17 @@ def test_a_model_without_the_layer_is_refused(changes, message, path, tmp_path):
 
 def test_other_models_are_refused(path, tmp_path):
     larger = changed(path, tmp_path / "larger", num_hidden_layers=8, layer_types=None)
-    with pytest.raises(ValueError, match="Qwen3NextForCausalLM with 8 layers is another model"):
+    with pytest.raises(
+        ValueError, match="Qwen3NextForCausalLM with 8 layers of 32 is another model"
+    ):
         spec_of(path, model=larger)
+    wider = changed(path, tmp_path / "wider", hidden_size=64)
+    with pytest.raises(ValueError, match="with 4 layers of 64 is another .* with 4 of 32,"):
+        spec_of(path, model=wider)
     other = changed(path, tmp_path / "other", architectures=["Qwen3_5MoeForCausalLM"])
-    with pytest.raises(ValueError, match="Qwen3_5MoeForCausalLM with 4 layers is another model"):
+    with pytest.raises(
+        ValueError, match="Qwen3_5MoeForCausalLM with 4 layers of 32 is another model"
+    ):
         spec_of(path, model=other)
 
 

@@ -50,17 +50,19 @@ LENGTH = 150  # of each sequence
 WEIGHT = np.random.default_rng(9).standard_normal((SIZES.num_channels, 4)).astype(np.float32)
 
 
-def convolved(recurrence: Recurrence, x: jax.Array) -> jax.Array:
+def convolved(recurrence: Recurrence, x: jax.Array, num_taps: int) -> jax.Array:
     """In three parts, as queries, keys and values."""
     ends = (5, 40)
-    parts = recurrence.convolve(LAYER, jnp.split(x, ends, axis=-1), jnp.split(WEIGHT, ends))
+    parts = recurrence.convolve(
+        LAYER, jnp.split(x, ends, axis=-1), jnp.split(WEIGHT[:, :num_taps], ends)
+    )
     return jnp.concatenate(parts, axis=-1)
 
 
 def outputs(
     sizes: RecurrentLayers, recurrence: Recurrence, x: jax.Array, tokens: AnyTokens
 ) -> tuple[jax.Array, ...]:
-    out = convolved(recurrence, x)
+    out = convolved(recurrence, x, sizes.num_taps)
     return (out, recurrence.advance(LAYER, tokens)) if sizes.has_matrix else (out,)
 
 
@@ -236,6 +238,15 @@ def test_the_fewest_and_the_most_drafts(num_drafts):
     sequences.step([(1, 1 + num_drafts), (2, 1 + num_drafts)], drafts=(all_right, (num_drafts, 0)))
     sequences.step([(1, 1 + num_drafts), (2, 2)], drafts=(all_right, (1, 1)))
     sequences.step([(1, 1), (2, 1)], decode=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [SIZES, CONVOLUTION], ids=["delta rule", "convolution"])
+def test_drafts_before_a_convolution_with_one_tap(sizes):
+    sequences = Sequences(2, replace(sizes, num_taps=1), num_drafts=2)
+    sequences.step([(1, 5), (2, 1)])
+    sequences.step([(1, 3), (2, 3)], drafts=((2, 1), (2, 2)))
+    sequences.step([(2, 1), (1, 1)], decode=True)
 
 
 @each_kind
