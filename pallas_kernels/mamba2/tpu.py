@@ -51,16 +51,20 @@ def one_token(
         parts += 1
     width = num_columns // parts
 
-    def of_row(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *shape), lambda i, key, part, *_: (i, key, 0, 0))
-
-    of_values = pl.BlockSpec((None, None, 1, width), lambda i, key, part, *_: (i, key, 0, part))
+    num_rows = rows.slots.size
+    # Values of as many rows as a register has come at once: a block of one row is not how XLA lays them out.
+    at_once = min(_SUBLANES, num_rows)
+    of_keys = pl.BlockSpec((None, None, key_dim, 1), lambda key, part, i, *_: (i, key, 0, 0))
+    of_values = pl.BlockSpec(
+        (at_once, width), lambda key, part, i, *_: (i // at_once, key * parts + part)
+    )
     of_states = pl.BlockSpec(
-        (None, None, key_dim, width), lambda i, key, part, slots, *_: (slots[i], key, 0, part)
+        (None, None, key_dim, width), lambda key, part, i, slots, *_: (slots[i], key, 0, part)
     )
 
     def kernel(_slots, begins, number, states, q, k, v, decay, new_states, out):
-        index = pl.program_id(0)
+        index = pl.program_id(2)
+        row = pl.ds(index % at_once, 1)
 
         @pl.when(index < number[0])
         def _():
@@ -68,18 +72,18 @@ def one_token(
             key, query = k[...], q[...]
             for start in range(0, width, _TURN * LANES):
                 some = pl.ds(start, min(_TURN * LANES, width - start))
-                state = jnp.where(is_new, 0.0, states[:, some]) * decay[:, some]
-                state += key * v[:, some]
+                state = jnp.where(is_new, 0.0, states[:, some]) * decay[row, some]
+                state += key * v[row, some]
                 new_states[:, some] = state
-                out[:, some] = jnp.sum(state * query, axis=0, keepdims=True)
+                out[row, some] = jnp.sum(state * query, axis=0, keepdims=True)
 
-    shape = (rows.slots.size, num_keys, 1, num_columns)
+    shape = (num_rows, num_keys * num_columns)
     call = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(jnp.maximum(number, 1), num_keys, parts),
-            in_specs=[of_states, of_row(key_dim, 1), of_row(key_dim, 1), of_values, of_values],
+            grid=(num_keys, parts, jnp.maximum(number, 1)),
+            in_specs=[of_states, of_keys, of_keys, of_values, of_values],
             out_specs=[of_states, of_values],
         ),
         out_shape=[
