@@ -202,10 +202,8 @@ def _convolve(
     """
     x, weight = jnp.concatenate(inputs, axis=1), jnp.concatenate(weights).astype(jnp.float32)
     num_kept = weight.shape[1] - 1
-    kept = lax.bitcast_convert_type(field[rows.slots], x.dtype)
-    kept = jnp.where(rows.begins[:, None], jnp.zeros_like(kept), kept)
     num_drafts = field.shape[1] // x.shape[1] - num_kept
-    before = _inputs_before(kept, num_kept, num_drafts, rows)
+    before = _inputs_before(field, x.dtype, num_kept, num_drafts, rows)
     if one_token_per_row:
         window = [*before, x]
         out = sum(
@@ -226,11 +224,14 @@ def _convolve(
 
 
 def _inputs_before(
-    kept: jax.Array, num_kept: int, num_drafts: int, rows: StateRows
+    field: jax.Array, dtype: DTypeLike, num_kept: int, num_drafts: int, rows: StateRows
 ) -> list[jax.Array]:
-    """W - 1 times [R, C]: the inputs before each row's first token, of those kept in its slot [R, (W - 1 + K) C]."""
+    """W - 1 times [R, C]: the inputs before each row's first token, of those kept in its slot [(W - 1 + K) C]."""
     number = num_kept + num_drafts
-    parts = jnp.split(kept, number, axis=1) if number else []
+    parts = jnp.split(field[rows.slots], number, axis=1) if number else []
+    # Each by itself: of all together XLA on TPUs makes an array, and copies most of it.
+    parts = [lax.bitcast_convert_type(part, dtype) for part in parts]
+    parts = [jnp.where(rows.begins[:, None], jnp.zeros_like(part), part) for part in parts]
     before = parts[:num_kept]
     for accepted in range(1, num_drafts + 1):
         is_so = (rows.num_accepted == accepted)[:, None]
