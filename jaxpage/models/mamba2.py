@@ -21,7 +21,7 @@ from jaxpage.models.config import MambaOptions, ModelConfig, RecurrentLayers, co
 from jaxpage.models.layers import Constant, Linear, Normal, normalise, param
 from jaxpage.models.recurrence import Recurrence
 from jaxpage.models.sources import Place, Source
-from pallas_kernels.mamba2.reference import Tokens
+from pallas_kernels.mamba2.reference import Tokens, of_columns
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -221,20 +221,20 @@ class Mamba2(nnx.Module):
             part.astype(x.dtype).astype(jnp.float32) for part in self.conv.activated(mixed)
         )
         of_heads = (*lead, sizes.num_key_heads, sizes.values_per_key)
-        of_keys, of_values = (*of_heads[:-1], sizes.key_dim), (*of_heads, sizes.value_dim)
+        of_keys = (*of_heads[:-1], sizes.key_dim)
         steps = jax.nn.softplus(steps.astype(jnp.float32) + _like(self.dt_bias, steps))
         steps = jnp.clip(steps, *self.options.time_steps)
         log_decay = -jnp.exp(_like(self.A_log, steps)) * steps
-        steps, values = steps.reshape(of_heads), values.reshape(of_values)
+        # All heads side by side: with an axis of its own for each XLA on TPUs would turn them, and turn them back.
         tokens = Tokens(
             q=queries.reshape(of_keys),
             k=keys.reshape(of_keys),
-            v=(values * steps[..., None]).reshape(*of_heads[:-1], -1),
+            v=(values * of_columns(steps, values.shape[-1])).reshape(*of_keys[:-1], -1),
             log_decay=log_decay.reshape(of_heads),
         )
-        skips = _like(self.D, log_decay).reshape(*[1] * len(lead), *of_heads[-2:], 1)
-        out = recurrence.advance(self.index, tokens).reshape(of_values) + skips * values
-        out = (self.norm or gated)(out.reshape(*lead, -1), gate)
+        skips = of_columns(_like(self.D, log_decay), values.shape[-1])
+        out = recurrence.advance(self.index, tokens).reshape(values.shape) + skips * values
+        out = (self.norm or gated)(out, gate)
         return self.out_proj(out.astype(x.dtype))
 
     def _projected(self, x: jax.Array) -> list[jax.Array]:

@@ -21,6 +21,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import layout as layouts
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -201,6 +202,7 @@ def _convolve(
     float32[T, channels of each input].
     """
     x, weight = jnp.concatenate(inputs, axis=1), jnp.concatenate(weights).astype(jnp.float32)
+    x = layouts.with_layout_constraint(x, layouts.Layout((0, 1)))
     num_kept = weight.shape[1] - 1
     num_drafts = field.shape[1] // x.shape[1] - num_kept
     before = _inputs_before(field, x.dtype, num_kept, num_drafts, rows)

@@ -1,7 +1,7 @@
 """Mamba-2 for rows of one token on a TPU: each state is read and written once, in place.
 
-A step of the grid has some columns of a row's state [D, V]; keys and queries are columns of D numbers, which are
-broadcast along the lanes.
+A step of the grid has some columns of a row's state [D, V]. Tokens come as XLA lays them out, those of eight rows at a
+time; keys and queries are turned into columns of D numbers, which are broadcast along the lanes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -52,9 +53,10 @@ def one_token(
     width = num_columns // parts
 
     num_rows = rows.slots.size
-    # Values of as many rows as a register has come at once: a block of one row is not how XLA lays them out.
     at_once = min(_SUBLANES, num_rows)
-    of_keys = pl.BlockSpec((None, None, key_dim, 1), lambda key, part, i, *_: (i, key, 0, 0))
+    of_keys = pl.BlockSpec(
+        (None, at_once, key_dim), lambda key, part, i, *_: (key, i // at_once, 0)
+    )
     of_values = pl.BlockSpec(
         (at_once, width), lambda key, part, i, *_: (i // at_once, key * parts + part)
     )
@@ -69,7 +71,7 @@ def one_token(
         @pl.when(index < number[0])
         def _():
             is_new = begins[index] > 0
-            key, query = k[...], q[...]
+            key, query = _column(k[row]), _column(q[row])
             for start in range(0, width, _TURN * LANES):
                 some = pl.ds(start, min(_TURN * LANES, width - start))
                 state = jnp.where(is_new, 0.0, states[:, some]) * decay[row, some]
@@ -97,6 +99,13 @@ def one_token(
     scalars: tuple[Any, ...] = (rows.slots, rows.begins.astype(jnp.int32), number[None])
     q, k, v, log_decay = rows.tokens
     decay = of_columns(jnp.exp(log_decay), num_columns)
-    columns = (x[..., None] for x in (q, k))
-    new_states, out = call(*scalars, states, *columns, v.reshape(shape), decay.reshape(shape))
+    by_key = (x.swapaxes(0, 1) for x in (q, k))
+    new_states, out = call(*scalars, states, *by_key, v.reshape(shape), decay.reshape(shape))
     return new_states, out.reshape(v.shape)
+
+
+def _column(row: jax.Array) -> jax.Array:
+    """[D, 1] of [1, D]"""
+    shape = (row.shape[1], row.shape[1])
+    is_own = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
+    return jnp.sum(jnp.where(is_own, row, 0.0), axis=1, keepdims=True)
