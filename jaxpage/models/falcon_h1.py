@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import (
-    MambaOptions,
-    ModelConfig,
-    RecurrentLayers,
-    Scales,
-    decoder_config,
-)
+from jaxpage.models.config import ModelConfig, Scales, decoder_config
 from jaxpage.models.decoder import MLP, CausalLM, Decoder, DecoderLayer
 from jaxpage.models.layers import ACTIVATION_FUNCTIONS
 from jaxpage.models.mamba2 import (
@@ -29,6 +23,7 @@ from jaxpage.models.mamba2 import (
     times,
 )
 from jaxpage.models.recurrence import Recurrence, WholeSequences
+from jaxpage.models.recurrent_config import MambaOptions, RecurrentLayers
 from jaxpage.models.rope import Rotation
 from jaxpage.models.sources import Place, Source
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import ExpertsConfig, MambaOptions, ModelConfig
+from jaxpage.models.config import ExpertsConfig, ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.granite import GraniteLayer, granite_config
 from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers, time_step_limits
 from jaxpage.models.recurrence import Recurrence, WholeSequences
+from jaxpage.models.recurrent_config import MambaOptions
 from jaxpage.models.rope import NO_ROPE, Rotation
 from jaxpage.models.sources import Place, Source, granite_experts
 

@@ -17,17 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import (
-    ExpertsConfig,
-    ModelConfig,
-    RecurrentLayers,
-    Routing,
-    counts_of,
-    decoder_config,
-)
+from jaxpage.models.config import ExpertsConfig, ModelConfig, Routing, counts_of, decoder_config
 from jaxpage.models.decoder import CausalLM, DecoderLayer
 from jaxpage.models.layers import Constant, Linear, Normal, param
 from jaxpage.models.recurrence import Recurrence, WholeSequences
+from jaxpage.models.recurrent_config import RecurrentLayers
 from jaxpage.models.rope import Rotation
 from jaxpage.models.sources import Place, Source, Stacked
 

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.models.config import MambaOptions, ModelConfig, RecurrentLayers, counts_of
+from jaxpage.models.config import ModelConfig, counts_of
 from jaxpage.models.layers import Constant, Linear, Normal, normalise, param
 from jaxpage.models.recurrence import Recurrence
+from jaxpage.models.recurrent_config import MambaOptions, RecurrentLayers
 from jaxpage.models.sources import Place, Source
 from pallas_kernels.mamba2.reference import Tokens
 

@@ -14,13 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import (
-    ExpertsConfig,
-    ModelConfig,
-    RecurrentLayers,
-    counts_of,
-    decoder_config,
-)
+from jaxpage.models.config import ExpertsConfig, ModelConfig, counts_of, decoder_config
 from jaxpage.models.decoder import (
     CausalLM,
     DecoderLayer,
@@ -33,6 +27,7 @@ from jaxpage.models.layers import Linear, Normal, OffsetRMSNorm
 from jaxpage.models.mixtures import qwen_experts
 from jaxpage.models.qwen3_vl import Qwen3VisionTower, tower_config
 from jaxpage.models.recurrence import Recurrence
+from jaxpage.models.recurrent_config import RecurrentLayers
 from jaxpage.models.rope import Rotation
 from jaxpage.models.sources import Place, Source, separate_experts
 from jaxpage.models.vision import PictureLM, check_embeddings
