@@ -14,14 +14,8 @@ import jax
 from jaxpage.models.attention import Attention
 from jaxpage.models.config import ModelConfig, Scales, decoder_config
 from jaxpage.models.decoder import MLP, CausalLM, Decoder, DecoderLayer
-from jaxpage.models.layers import ACTIVATION_FUNCTIONS
-from jaxpage.models.mamba2 import (
-    Mamba2,
-    mamba_parts,
-    recurrent_layers,
-    time_step_limits,
-    times,
-)
+from jaxpage.models.layers import ACTIVATION_FUNCTIONS, times
+from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers, time_step_limits
 from jaxpage.models.recurrence import Recurrence, WholeSequences
 from jaxpage.models.recurrent_config import MambaOptions, RecurrentLayers
 from jaxpage.models.rope import Rotation

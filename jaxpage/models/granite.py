@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpage.models.attention import Attention
 from jaxpage.models.config import ExpertsConfig, ModelConfig, Scales, decoder_config
 from jaxpage.models.decoder import CausalLM, DecoderLayer, Rotation
+from jaxpage.models.layers import times
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,7 +38,7 @@ class GraniteLayer(DecoderLayer):
         return x + self._scaled(self.second_half(x, is_token, load))
 
     def _scaled(self, x: jax.Array) -> jax.Array:
-        return (x.astype(jnp.float32) * self.scale).astype(x.dtype)
+        return times(x, self.scale)
 
 
 def granite(config: ModelConfig) -> CausalLM:
