@@ -19,6 +19,7 @@ from jaxpage.models.config import EagleOptions, ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM, DecoderLayer
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.layers import Linear, Normal
+from jaxpage.models.recurrence import Recurrence
 from jaxpage.models.rope import Rotation
 
 if TYPE_CHECKING:
@@ -32,16 +33,15 @@ class _FirstLayer(DecoderLayer):
         super().__init__(config, 0)
         del self.input_layernorm
 
-    def __call__(
+    def first_half(
         self,
         x: jax.Array,
         rotation: Rotation,
         attention: Attention,
-        is_token: jax.Array | None = None,
-        load: list[jax.Array] | None = None,
+        recurrence: Recurrence | None,
     ) -> jax.Array:
-        x = x + self.self_attn(x, rotation, attention)
-        return x + self.second_half(x, is_token, load)
+        del recurrence
+        return self.self_attn(x, rotation, attention)
 
 
 class _Decoder(nnx.Module):

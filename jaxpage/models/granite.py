@@ -1,49 +1,16 @@
-"""Granite 3: Llama with constant scales from the config.
+"""Granite 3: the shared decoder with constant scales from the config.
 
-The rest is the shared decoder. Knows transformers' names of Granite's options; must not know checkpoints.
+Knows transformers' names of Granite's options; must not know checkpoints.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
-
-from jaxpage.models.attention import Attention
 from jaxpage.models.config import ExpertsConfig, ModelConfig, Scales, decoder_config
-from jaxpage.models.decoder import CausalLM, DecoderLayer, Rotation
-from jaxpage.models.layers import times
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-class GraniteLayer(DecoderLayer):
-    """The outputs of attention and MLP are scaled (transformers' GraniteDecoderLayer)."""
-
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index)
-        assert config.scales.residual is not None
-        self.scale: float = config.scales.residual
-
-    def __call__(
-        self,
-        x: jax.Array,
-        rotation: Rotation,
-        attention: Attention,
-        is_token: jax.Array | None = None,
-        load: list[jax.Array] | None = None,
-    ) -> jax.Array:
-        x = x + self._scaled(self.self_attn(self.input_layernorm(x), rotation, attention))
-        return x + self._scaled(self.second_half(x, is_token, load))
-
-    def _scaled(self, x: jax.Array) -> jax.Array:
-        return times(x, self.scale)
-
-
-def granite(config: ModelConfig) -> CausalLM:
-    """A Granite 3 model."""
-    return CausalLM(config, layer=GraniteLayer)
 
 
 def granite_config(

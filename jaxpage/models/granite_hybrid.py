@@ -7,18 +7,16 @@ parameters.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jax
-
-from jaxpage.models.attention import Attention
 from jaxpage.models.config import ExpertsConfig, ModelConfig
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.granite import GraniteLayer, granite_config
+from jaxpage.models.granite import granite_config
+from jaxpage.models.hybrid import HybridLayer
 from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers, time_step_limits
-from jaxpage.models.recurrence import Recurrence, WholeSequences
 from jaxpage.models.recurrent_config import MambaOptions
-from jaxpage.models.rope import NO_ROPE, Rotation
+from jaxpage.models.rope import NO_ROPE
 from jaxpage.models.sources import Place, Source, granite_experts
 
 if TYPE_CHECKING:
@@ -28,34 +26,9 @@ _RECURRENT, _FULL = "linear_attention", "full_attention"
 _COUNTS = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
 
-class GraniteHybridLayer(GraniteLayer):
-    """Mamba-2 or attention, then an MLP or experts (transformers' GraniteMoeHybridDecoderLayer)."""
-
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index)
-        if config.recurrent is not None and index in config.recurrent.layers:
-            del self.self_attn
-            self.mamba = Mamba2(config, index)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        rotation: Rotation,
-        attention: Attention,
-        is_token: jax.Array | None = None,
-        load: list[jax.Array] | None = None,
-        *,
-        recurrence: Recurrence | None = None,
-    ) -> jax.Array:
-        if not hasattr(self, "mamba"):
-            return super().__call__(x, rotation, attention, is_token, load)
-        x = x + self._scaled(self.mamba(self.input_layernorm(x), recurrence or WholeSequences()))
-        return x + self._scaled(self.second_half(x, is_token, load))
-
-
 def granite_hybrid(config: ModelConfig) -> CausalLM:
     """A Granite 4 model."""
-    return CausalLM(config, layer=GraniteHybridLayer)
+    return CausalLM(config, layer=partial(HybridLayer, name="mamba", part=Mamba2))
 
 
 def granite_hybrid_config(
