@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.models.config import ExpertsConfig, ModelConfig, Scales, decoder_config
+from jaxpage.models.config import ModelConfig, Scales, decoder_config
+from jaxpage.models.mixtures import local_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,11 +37,5 @@ def granite_moe_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of a GraniteMoeForCausalLM."""
-    experts = ExpertsConfig(
-        layers=tuple(range(hf.num_hidden_layers)),
-        num_experts=hf.num_local_experts,
-        experts_per_token=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        shares_add_up_to_one=True,
-    )
+    experts = local_experts(hf)
     return granite_config(hf, dtype=dtype, max_model_len=max_model_len, experts=experts)

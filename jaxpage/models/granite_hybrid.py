@@ -10,11 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.models.config import ExpertsConfig, ModelConfig
+from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.granite import granite_config
 from jaxpage.models.hybrid import HybridLayer
 from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers, time_step_limits
+from jaxpage.models.mixtures import local_experts
 from jaxpage.models.recurrent_config import MambaOptions
 from jaxpage.models.rope import NO_ROPE
 from jaxpage.models.sources import Place, Source, granite_experts
@@ -51,16 +52,8 @@ def granite_hybrid_config(
 def _experts(hf: PretrainedConfig) -> dict[str, Any]:
     if not hf.num_local_experts:
         return {}
-    experts = ExpertsConfig(
-        layers=tuple(range(hf.num_hidden_layers)),
-        num_experts=hf.num_local_experts,
-        experts_per_token=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        shares_add_up_to_one=True,
-        shared_size=hf.shared_intermediate_size,
-        shared_gate=False,
-    )
-    return {"experts": experts}
+    size = hf.shared_intermediate_size
+    return {"experts": local_experts(hf, shared_size=size, shared_gate=False)}
 
 
 def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:
