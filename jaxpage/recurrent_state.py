@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 
 from jaxpage.config import ResolvedConfig
 from jaxpage.device import Device
-from jaxpage.models.config import ModelConfig, RecurrentLayers
+from jaxpage.models.config import ModelConfig
+from jaxpage.models.recurrent_config import RecurrentLayers
 from jaxpage.ops import state_kernel
 from jaxpage.ops.implementations import Choice
 from jaxpage.ops.packed_delta_rule import MOST_DRAFTS

@@ -53,7 +53,10 @@ class VllmNames:
 
     if not TYPE_CHECKING:  # which otherwise would take any name for an attribute
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
+            # Python comes here too if a property raises AttributeError, and drops the error: once more, to raise it.
+            if hasattr(type(self), name):
+                return super().__getattribute__(name)
             advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
             message = f"{type(self).__name__!r} object has no attribute {name!r}{advice}"
             raise AttributeError(message, name=name, obj=self)

@@ -919,6 +919,14 @@ def test_attributes_of_vllm_that_are_absent_say_what_to_use(name, instead, make)
     assert re.search(instead, str(raised.value)) and raised.value.name == name
 
 
+def test_an_attribute_error_inside_a_property_keeps_its_message(make, monkeypatch):
+    llm = make()
+    monkeypatch.setattr(type(llm), "model_config", property(lambda self: self.config.no_option))
+    with pytest.raises(AttributeError, match="no attribute 'no_option'$"):
+        _ = llm.model_config
+    assert not hasattr(llm, "model_config")
+
+
 def test_repr_is_one_line_about_the_engine(make, folder):
     llm = make()
     assert llm.reset_mm_cache() is None and llm.llm_engine is llm

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from jaxpage.engine_spec import EngineSpec
-from jaxpage.models.config import RecurrentLayers
+from jaxpage.models.recurrent_config import RecurrentLayers
 from jaxpage.ops.delta_rule import CHUNK
 from jaxpage.ops.packed_delta_rule import window_of_drafts
 from jaxpage.recurrent_state import sequence_bytes

@@ -30,8 +30,10 @@ from jaxpage.models.layers import (
     Normal,
     NormLayer,
     RMSNorm,
+    times,
 )
 from jaxpage.models.lora import with_adapters
+from jaxpage.models.recurrence import Recurrence
 from jaxpage.models.rope import Rotation
 from jaxpage.ops.matmul import matmul
 from pallas_kernels.rope.reference import split
@@ -195,6 +197,7 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP or experts, each after a norm and beside a residual."""
 
     def __init__(self, config: ModelConfig, index: int, *, norm: Norm = RMSNorm):
+        self.residual_scale = config.scales.residual
         self.input_layernorm = hidden_norm(norm, config)
         self.self_attn = (
             SelfAttention(config, index, norm)
@@ -211,14 +214,31 @@ class DecoderLayer(nnx.Module):
         attention: Attention,
         is_token: jax.Array | None = None,
         load: list[jax.Array] | None = None,
+        *,
+        recurrence: Recurrence | None = None,
     ) -> jax.Array:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attention)
-        return x + self.second_half(x, is_token, load)
+        """recurrence: for models with layers that have a recurrent state."""
+        x = x + self._scaled(self.first_half(x, rotation, attention, recurrence))
+        return x + self._scaled(self.second_half(x, is_token, load))
+
+    def first_half(
+        self,
+        x: jax.Array,
+        rotation: Rotation,
+        attention: Attention,
+        recurrence: Recurrence | None,
+    ) -> jax.Array:
+        """What attention, or what a layer has in its place or beside it, adds to x, before the scale."""
+        del recurrence
+        return self.self_attn(self.input_layernorm(x), rotation, attention)
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        return x if self.residual_scale is None else times(x, self.residual_scale)
 
     def second_half(
         self, x: jax.Array, is_token: jax.Array | None, load: list[jax.Array] | None
     ) -> jax.Array:
-        """What MLP or experts add to x."""
+        """The same of the MLP or the experts."""
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(normed, is_token, load)

@@ -7,7 +7,7 @@ hidden states, and where there are none yet, the head's own guesses at them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,6 +19,7 @@ from jaxpage.models.config import EagleOptions, ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM, DecoderLayer
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.layers import Linear, Normal
+from jaxpage.models.recurrence import Recurrence
 from jaxpage.models.rope import Rotation
 
 if TYPE_CHECKING:
@@ -32,39 +33,53 @@ class _FirstLayer(DecoderLayer):
         super().__init__(config, 0)
         del self.input_layernorm
 
-    def __call__(
+    def first_half(
         self,
         x: jax.Array,
         rotation: Rotation,
         attention: Attention,
-        is_token: jax.Array | None = None,
-        load: list[jax.Array] | None = None,
+        recurrence: Recurrence | None,
     ) -> jax.Array:
-        x = x + self.self_attn(x, rotation, attention)
-        return x + self.second_half(x, is_token, load)
+        del recurrence
+        return self.self_attn(x, rotation, attention)
+
+
+def pair_projection(config: ModelConfig, *, bias: bool = False) -> Linear:
+    """From a pair, both [T, E] side by side, to the input of a layer."""
+    size = config.hidden_size
+    return Linear(
+        (size, 2 * size),
+        axes=("embed", "embed"),
+        bias=bias,
+        init=Normal(config.initializer_range),
+        dtype=config.dtype,
+    )
 
 
 class _Decoder(nnx.Module):
-    def __init__(self, config: ModelConfig, *, bias: bool):
-        size = config.hidden_size
-        self.fc = Linear(
-            (size, 2 * size),
-            axes=("embed", "embed"),
-            bias=bias,
-            init=Normal(config.initializer_range),
-            dtype=config.dtype,
-        )
+    def __init__(self, config: ModelConfig):
+        assert config.eagle is not None
+        self.config = config
+        self.fc = pair_projection(config, bias=config.eagle.has_bias)
         later = [DecoderLayer(config, index) for index in range(1, config.num_layers)]
         self.layers = nnx.List([_FirstLayer(config), *later])
+
+    def __call__(self, inputs: ForwardInput, features: jax.Array, embeds: jax.Array) -> jax.Array:
+        rotation = inputs.rotation(self.config.ropes[0], features.dtype)
+        x = self.fc(jnp.concatenate([embeds, features], axis=-1))
+        layers: list[Any] = list(self.layers)
+        for layer in layers:
+            x = layer(x, rotation, inputs.attention)
+        return x
 
 
 class FirstEagleHead(CausalLM):
     """The head of a checkpoint; abstract like other models. Embedding and LM head are those of the engine's model."""
 
-    def __init__(self, config: ModelConfig):
-        assert config.eagle is not None
+    def __init__(self, config: ModelConfig, *, decoder: Callable[[ModelConfig], Any] = _Decoder):
+        """decoder: makes what is called with inputs, features and embeddings, and returns hidden states [T, E]."""
         self.config = config
-        self.model = _Decoder(config, bias=config.eagle.has_bias)
+        self.model = decoder(config)
         self.lm_head = None
 
     def features(self, hidden: jax.Array) -> jax.Array:
@@ -76,11 +91,7 @@ class FirstEagleHead(CausalLM):
     ) -> tuple[jax.Array, jax.Array]:
         """As `eagle3.EagleHead.propose`; hidden states and features are the same."""
         assert embeds is not None
-        rotation = inputs.rotation(self.config.ropes[0], features.dtype)
-        x = self.model.fc(jnp.concatenate([embeds, features], axis=-1))
-        layers: list[Any] = list(self.model.layers)
-        for layer in layers:
-            x = layer(x, rotation, inputs.attention)
+        x = self.model(inputs, features, embeds)
         return x, x
 
 

@@ -12,23 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import (
-    MambaOptions,
-    ModelConfig,
-    RecurrentLayers,
-    Scales,
-    decoder_config,
-)
+from jaxpage.models.config import ModelConfig, Scales, decoder_config
 from jaxpage.models.decoder import MLP, CausalLM, Decoder, DecoderLayer
-from jaxpage.models.layers import ACTIVATION_FUNCTIONS
-from jaxpage.models.mamba2 import (
-    Mamba2,
-    mamba_parts,
-    recurrent_layers,
-    time_step_limits,
-    times,
-)
-from jaxpage.models.recurrence import Recurrence, WholeSequences
+from jaxpage.models.layers import ACTIVATION_FUNCTIONS, times
+from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers, time_step_limits
+from jaxpage.models.recurrence import Recurrence
+from jaxpage.models.recurrent_config import MambaOptions, RecurrentLayers
 from jaxpage.models.rope import Rotation
 from jaxpage.models.sources import Place, Source
 
@@ -66,23 +55,20 @@ class FalconH1Layer(DecoderLayer):
         self.mamba = Mamba2(config, index)
         self.mlp = FalconMLP(config)
 
-    def __call__(
+    def first_half(
         self,
         x: jax.Array,
         rotation: Rotation,
         attention: Attention,
-        is_token: jax.Array | None = None,
-        load: list[jax.Array] | None = None,
-        *,
-        recurrence: Recurrence | None = None,
+        recurrence: Recurrence | None,
     ) -> jax.Array:
-        normed, recurrence = self.input_layernorm(x), recurrence or WholeSequences()
+        assert recurrence is not None
+        normed = self.input_layernorm(x)
         before, after = self.mamba_factors
         mixed = times(self.mamba(times(normed, before), recurrence), after)
         before, after = self.attention_factors
         attended = self.self_attn(times(normed, before), rotation, attention)
-        x = x + (mixed + times(attended, after))
-        return x + self.second_half(x, is_token, load)
+        return mixed + times(attended, after)
 
 
 class FalconDecoder(Decoder):

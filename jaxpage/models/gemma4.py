@@ -38,6 +38,7 @@ from jaxpage.models.layers import (
     WideRMSNorm,
     normalise,
     param,
+    times,
 )
 from jaxpage.models.router import Router
 from jaxpage.models.vision import PictureLM
@@ -118,7 +119,7 @@ class Gemma4Router(Router):
 
     def choose(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         normed = normalise(rows, self.norm_eps).astype(rows.dtype)
-        scaled = _times(normed * self.input_scale[...][None], rows.shape[-1] ** -0.5)
+        scaled = times(normed * self.input_scale[...][None], rows.shape[-1] ** -0.5)
         chosen, shares = super().choose(scaled)
         return chosen, shares * self.per_expert_scale[...].astype(jnp.float32)[chosen]
 
@@ -224,19 +225,14 @@ class Gemma4Decoder(Decoder):
     ) -> jax.Array:
         """[..., T, P] of a layer, from the table and from the first layer's input."""
         of_tokens = of_tokens * jnp.asarray(of_tokens.shape[-1] ** 0.5, of_tokens.dtype)
-        projected = self.per_layer_projection_norm(_times(projected, hidden_size**-0.5))
-        return _times(projected + of_tokens, 2**-0.5)
+        projected = self.per_layer_projection_norm(times(projected, hidden_size**-0.5))
+        return times(projected + of_tokens, 2**-0.5)
 
 
 def _whole(shape: tuple[int, int], config: ModelConfig) -> Linear:
     """A small linear layer, whole on every device."""
     init = Normal(config.initializer_range)
     return Linear(shape, axes=("embed", "embed"), bias=False, init=init, dtype=config.dtype)
-
-
-def _times(x: jax.Array, factor: float) -> jax.Array:
-    """x * factor, rounded once, as torch multiplies with a number."""
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def gemma4(config: ModelConfig) -> CausalLM:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
-from jaxpage.models.config import ExpertsConfig, ModelConfig, decoder_config
+from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM, DecoderLayer, SelfAttention
 from jaxpage.models.layers import Normal, param
+from jaxpage.models.mixtures import local_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,12 +37,8 @@ def gpt_oss_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of a GptOssForCausalLM."""
-    experts = ExpertsConfig(
-        layers=tuple(range(hf.num_hidden_layers)),
-        num_experts=hf.num_local_experts,
-        experts_per_token=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        shares_add_up_to_one=True,
+    experts = local_experts(
+        hf,
         bias=True,
         swiglu_limit=float(getattr(hf, "swiglu_limit", 7.0)),
         swiglu_slope=float(getattr(hf, "swiglu_alpha", 1.702)),

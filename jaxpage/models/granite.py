@@ -1,49 +1,17 @@
-"""Granite 3: Llama with constant scales from the config.
+"""Granite 3: the shared decoder with constant scales from the config.
 
-The rest is the shared decoder. Knows transformers' names of Granite's options; must not know checkpoints.
+Knows transformers' names of Granite's options; must not know checkpoints.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-
-from jaxpage.models.attention import Attention
-from jaxpage.models.config import ExpertsConfig, ModelConfig, Scales, decoder_config
-from jaxpage.models.decoder import CausalLM, DecoderLayer, Rotation
+from jaxpage.models.config import ModelConfig, Scales, decoder_config
+from jaxpage.models.mixtures import local_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-class GraniteLayer(DecoderLayer):
-    """The outputs of attention and MLP are scaled (transformers' GraniteDecoderLayer)."""
-
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index)
-        assert config.scales.residual is not None
-        self.scale: float = config.scales.residual
-
-    def __call__(
-        self,
-        x: jax.Array,
-        rotation: Rotation,
-        attention: Attention,
-        is_token: jax.Array | None = None,
-        load: list[jax.Array] | None = None,
-    ) -> jax.Array:
-        x = x + self._scaled(self.self_attn(self.input_layernorm(x), rotation, attention))
-        return x + self._scaled(self.second_half(x, is_token, load))
-
-    def _scaled(self, x: jax.Array) -> jax.Array:
-        return (x.astype(jnp.float32) * self.scale).astype(x.dtype)
-
-
-def granite(config: ModelConfig) -> CausalLM:
-    """A Granite 3 model."""
-    return CausalLM(config, layer=GraniteLayer)
 
 
 def granite_config(
@@ -69,11 +37,5 @@ def granite_moe_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of a GraniteMoeForCausalLM."""
-    experts = ExpertsConfig(
-        layers=tuple(range(hf.num_hidden_layers)),
-        num_experts=hf.num_local_experts,
-        experts_per_token=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        shares_add_up_to_one=True,
-    )
+    experts = local_experts(hf)
     return granite_config(hf, dtype=dtype, max_model_len=max_model_len, experts=experts)

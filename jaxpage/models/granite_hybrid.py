@@ -7,17 +7,17 @@ parameters.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jax
-
-from jaxpage.models.attention import Attention
-from jaxpage.models.config import ExpertsConfig, MambaOptions, ModelConfig
+from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.granite import GraniteLayer, granite_config
+from jaxpage.models.granite import granite_config
+from jaxpage.models.hybrid import HybridLayer
 from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers, time_step_limits
-from jaxpage.models.recurrence import Recurrence, WholeSequences
-from jaxpage.models.rope import NO_ROPE, Rotation
+from jaxpage.models.mixtures import local_experts
+from jaxpage.models.recurrent_config import MambaOptions
+from jaxpage.models.rope import NO_ROPE
 from jaxpage.models.sources import Place, Source, granite_experts
 
 if TYPE_CHECKING:
@@ -27,34 +27,9 @@ _RECURRENT, _FULL = "linear_attention", "full_attention"
 _COUNTS = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
 
-class GraniteHybridLayer(GraniteLayer):
-    """Mamba-2 or attention, then an MLP or experts (transformers' GraniteMoeHybridDecoderLayer)."""
-
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index)
-        if config.recurrent is not None and index in config.recurrent.layers:
-            del self.self_attn
-            self.mamba = Mamba2(config, index)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        rotation: Rotation,
-        attention: Attention,
-        is_token: jax.Array | None = None,
-        load: list[jax.Array] | None = None,
-        *,
-        recurrence: Recurrence | None = None,
-    ) -> jax.Array:
-        if not hasattr(self, "mamba"):
-            return super().__call__(x, rotation, attention, is_token, load)
-        x = x + self._scaled(self.mamba(self.input_layernorm(x), recurrence or WholeSequences()))
-        return x + self._scaled(self.second_half(x, is_token, load))
-
-
 def granite_hybrid(config: ModelConfig) -> CausalLM:
     """A Granite 4 model."""
-    return CausalLM(config, layer=GraniteHybridLayer)
+    return CausalLM(config, layer=partial(HybridLayer, name="mamba", part=Mamba2))
 
 
 def granite_hybrid_config(
@@ -77,16 +52,8 @@ def granite_hybrid_config(
 def _experts(hf: PretrainedConfig) -> dict[str, Any]:
     if not hf.num_local_experts:
         return {}
-    experts = ExpertsConfig(
-        layers=tuple(range(hf.num_hidden_layers)),
-        num_experts=hf.num_local_experts,
-        experts_per_token=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        shares_add_up_to_one=True,
-        shared_size=hf.shared_intermediate_size,
-        shared_gate=False,
-    )
-    return {"experts": experts}
+    size = hf.shared_intermediate_size
+    return {"experts": local_experts(hf, shared_size=size, shared_gate=False)}
 
 
 def _recurrent(hf: PretrainedConfig) -> dict[str, Any]:

@@ -228,6 +228,11 @@ NormLayer = RMSNorm | OffsetRMSNorm | WideRMSNorm | LayerNorm
 Norm = Callable[..., NormLayer]  # (size, *, axis, eps, dtype)
 
 
+def times(x: jax.Array, factor: float) -> jax.Array:
+    """x * factor in float32, rounded once to x's dtype, as torch multiplies with a number."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,

@@ -10,25 +10,19 @@ Letters: T tokens, E model dim and channels, W taps.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.models.attention import Attention
-from jaxpage.models.config import (
-    ExpertsConfig,
-    ModelConfig,
-    RecurrentLayers,
-    Routing,
-    counts_of,
-    decoder_config,
-)
-from jaxpage.models.decoder import CausalLM, DecoderLayer
+from jaxpage.models.config import ExpertsConfig, ModelConfig, Routing, counts_of, decoder_config
+from jaxpage.models.decoder import CausalLM
+from jaxpage.models.hybrid import HybridLayer
 from jaxpage.models.layers import Constant, Linear, Normal, param
-from jaxpage.models.recurrence import Recurrence, WholeSequences
-from jaxpage.models.rope import Rotation
+from jaxpage.models.recurrence import Recurrence
+from jaxpage.models.recurrent_config import RecurrentLayers
 from jaxpage.models.sources import Place, Source, Stacked
 
 if TYPE_CHECKING:
@@ -79,34 +73,9 @@ class ShortConvolution(nnx.Module):
         return jnp.split(self.in_proj(x), len(_PARTS), axis=-1)
 
 
-class Lfm2Layer(DecoderLayer):
-    """A convolution or attention, then an MLP or experts (transformers' Lfm2DecoderLayer)."""
-
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index)
-        if config.recurrent is not None and index in config.recurrent.layers:
-            del self.self_attn
-            self.conv = ShortConvolution(config, index)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        rotation: Rotation,
-        attention: Attention,
-        is_token: jax.Array | None = None,
-        load: list[jax.Array] | None = None,
-        *,
-        recurrence: Recurrence | None = None,
-    ) -> jax.Array:
-        if not hasattr(self, "conv"):
-            return super().__call__(x, rotation, attention, is_token, load)
-        x = x + self.conv(self.input_layernorm(x), recurrence or WholeSequences())
-        return x + self.second_half(x, is_token, load)
-
-
 def lfm2(config: ModelConfig) -> CausalLM:
     """An LFM2 model."""
-    return CausalLM(config, layer=Lfm2Layer)
+    return CausalLM(config, layer=partial(HybridLayer, name="conv", part=ShortConvolution))
 
 
 def lfm2_config(

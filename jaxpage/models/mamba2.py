@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.models.config import MambaOptions, ModelConfig, RecurrentLayers, counts_of
-from jaxpage.models.layers import Constant, Linear, Normal, normalise, param
+from jaxpage.models.config import ModelConfig, counts_of
+from jaxpage.models.layers import Constant, Linear, Normal, normalise, param, times
 from jaxpage.models.recurrence import Recurrence
+from jaxpage.models.recurrent_config import MambaOptions, RecurrentLayers
 from jaxpage.models.sources import Place, Source
 from pallas_kernels.mamba2.reference import Tokens, of_columns
 
@@ -153,11 +154,6 @@ class GatedGroupNorm(nnx.Module):
 def gated(x: jax.Array, gate: jax.Array) -> jax.Array:
     """float32 x silu(gate)"""
     return x * jax.nn.silu(gate.astype(jnp.float32))
-
-
-def times(x: jax.Array, factor: float) -> jax.Array:
-    """In x's dtype. The factor is float32, as that of a torch tensor is."""
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _like(parameter: nnx.Param, x: jax.Array) -> jax.Array:

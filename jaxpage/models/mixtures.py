@@ -20,14 +20,20 @@ def mixtral_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of a MixtralForCausalLM."""
-    experts = ExpertsConfig(
+    experts = local_experts(hf)
+    return decoder_config(hf, dtype=dtype, max_model_len=max_model_len, experts=experts)
+
+
+def local_experts(hf: PretrainedConfig, **more: Any) -> ExpertsConfig:
+    """Experts in every layer, under the names that Mixtral's options have. more: further fields."""
+    return ExpertsConfig(
         layers=tuple(range(hf.num_hidden_layers)),
         num_experts=hf.num_local_experts,
         experts_per_token=hf.num_experts_per_tok,
         intermediate_size=hf.intermediate_size,
         shares_add_up_to_one=True,
+        **more,
     )
-    return decoder_config(hf, dtype=dtype, max_model_len=max_model_len, experts=experts)
 
 
 def olmoe_config(
@@ -169,20 +175,13 @@ def minimax_m2_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of a MiniMaxM2ForCausalLM."""
-    experts = ExpertsConfig(
-        layers=tuple(range(hf.num_hidden_layers)),
-        num_experts=hf.num_local_experts,
-        experts_per_token=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        shares_add_up_to_one=True,
-        # The weights of routers are float32 in checkpoints.
-        routing=Routing(scores="sigmoid", has_correction=True, in_float32=True),
-    )
+    # The weights of routers are float32 in checkpoints.
+    routing = Routing(scores="sigmoid", has_correction=True, in_float32=True)
     config = decoder_config(
         hf,
         dtype=dtype,
         max_model_len=max_model_len,
-        experts=experts,
+        experts=local_experts(hf, routing=routing),
         qk_norm="projection",
         qkv_bias=False,
         output_bias=False,

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.models.attention import Attention
 from jaxpage.models.config import EagleOptions, ModelConfig
-from jaxpage.models.decoder import CausalLM, DecoderLayer, hidden_norm
+from jaxpage.models.decoder import DecoderLayer, hidden_norm
+from jaxpage.models.eagle import FirstEagleHead, pair_projection
 from jaxpage.models.inputs import ForwardInput
-from jaxpage.models.layers import Linear, Normal, RMSNorm
-from jaxpage.models.rope import Rotation
+from jaxpage.models.layers import RMSNorm
 from jaxpage.models.sources import Place, layer_of, separate_experts
 
 if TYPE_CHECKING:
@@ -44,29 +44,20 @@ class MTPLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, 0)
-        size = config.hidden_size
+        self.rope = config.ropes[0]
         self.enorm = hidden_norm(RMSNorm, config)  # of embeddings
         self.hnorm = hidden_norm(RMSNorm, config)  # of hidden states
-        self.eh_proj = Linear(
-            (size, 2 * size),
-            axes=("embed", "embed"),
-            bias=False,
-            init=Normal(config.initializer_range),
-            dtype=config.dtype,
-        )
+        self.eh_proj = pair_projection(config)
         self.shared_head = _SharedHead(config)
 
-    def guess(
-        self,
-        embeds: jax.Array,
-        hidden: jax.Array,
-        rotation: Rotation,
-        attention: Attention,
-        is_token: jax.Array | None,
-    ) -> jax.Array:
-        """Hidden states [T, E] of pairs of an embedding and a hidden state, both [T, E]."""
+    def guess(self, inputs: ForwardInput, hidden: jax.Array, embeds: jax.Array) -> jax.Array:
+        """Hidden states [T, E] of pairs of a hidden state and an embedding, both [T, E]. As in vLLM, the first pair of
+        a sequence has no embedding.
+        """
+        embeds = jnp.where(inputs.positions[:, None] == 0, 0, embeds)
+        rotation = inputs.rotation(self.rope, hidden.dtype)
         x = self.eh_proj(jnp.concatenate([self.enorm(embeds), self.hnorm(hidden)], axis=-1))
-        return self.shared_head.norm(self(x, rotation, attention, is_token))
+        return self.shared_head.norm(self(x, rotation, inputs.attention, inputs.is_token))
 
 
 class _Decoder(nnx.Module):
@@ -75,34 +66,16 @@ class _Decoder(nnx.Module):
         # By its number, so that parameters have their names in the checkpoint, which its quantization_config knows.
         self.layers = nnx.Dict({str(config.eagle.mtp_layer): layer(config)})
 
+    def __call__(self, inputs: ForwardInput, features: jax.Array, embeds: jax.Array) -> jax.Array:
+        (layer,) = self.layers.values()
+        return layer.guess(inputs, features, embeds)
 
-class MTPHead(CausalLM):
-    """The MTP layer of a checkpoint as a head, see `eagle.FirstEagleHead`."""
 
-    def __init__(self, config: ModelConfig, *, layer: Callable[[ModelConfig], Any] = MTPLayer):
-        """layer: makes the layer, with a method like `MTPLayer.guess`."""
-        self.config = config
-        self.model = _Decoder(config, layer)
-        self.lm_head = None
-
-    def features(self, hidden: jax.Array) -> jax.Array:
-        """The model's last hidden states [T, E], as they are."""
-        return hidden
-
-    def propose(
-        self, inputs: ForwardInput, features: jax.Array, embeds: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """As `eagle3.EagleHead.propose`; hidden states and features are the same."""
-        assert embeds is not None
-        embeds = self.embeds_of_pairs(inputs, embeds)
-        rotation = inputs.rotation(self.config.ropes[0], features.dtype)
-        (layer,) = self.model.layers.values()
-        x = layer.guess(embeds, features, rotation, inputs.attention, inputs.is_token)
-        return x, x
-
-    def embeds_of_pairs(self, inputs: ForwardInput, embeds: jax.Array) -> jax.Array:
-        """[T, E]: the embeddings that the layer reads. As in vLLM, the first pair of a sequence has none."""
-        return jnp.where(inputs.positions[:, None] == 0, 0, embeds)
+def mtp_head(
+    config: ModelConfig, *, layer: Callable[[ModelConfig], Any] = MTPLayer
+) -> FirstEagleHead:
+    """The MTP layer of a checkpoint as a head. layer: makes it, with a method like `MTPLayer.guess`."""
+    return FirstEagleHead(config, decoder=partial(_Decoder, layer=layer))
 
 
 def mtp_config(

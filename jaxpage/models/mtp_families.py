@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpage.models.config import ModelConfig
-from jaxpage.models.mtp import MTPHead, mtp_config, mtp_experts, mtp_name
-from jaxpage.models.qwen_mtp import QwenMTPHead, qwen_mtp_config, qwen_mtp_name, qwen_mtp_places
+from jaxpage.models.eagle import FirstEagleHead
+from jaxpage.models.mtp import mtp_config, mtp_experts, mtp_head, mtp_name
+from jaxpage.models.qwen_mtp import qwen_mtp_config, qwen_mtp_head, qwen_mtp_name, qwen_mtp_places
 from jaxpage.models.sources import Place
 
 
@@ -16,15 +17,17 @@ class MTPFamily:
     """As `registry.Family`, for MTP layers."""
 
     config: Callable[..., ModelConfig]  # (hf, target, *, tensors)
-    head: Callable[[ModelConfig], MTPHead]
+    head: Callable[[ModelConfig], FirstEagleHead]
     weight_map: Callable[[ModelConfig], dict[str, Place]]
     name: Callable[[ModelConfig, str], str | None]  # a tensor's, ours; None: it is not of the layer
 
 
-_BEHIND_THE_LAST = MTPFamily(config=mtp_config, head=MTPHead, weight_map=mtp_experts, name=mtp_name)
+_BEHIND_THE_LAST = MTPFamily(
+    config=mtp_config, head=mtp_head, weight_map=mtp_experts, name=mtp_name
+)
 _QWEN = MTPFamily(
     config=qwen_mtp_config,
-    head=QwenMTPHead,
+    head=qwen_mtp_head,
     weight_map=qwen_mtp_places,
     name=qwen_mtp_name,
 )

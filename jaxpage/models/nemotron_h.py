@@ -13,18 +13,13 @@ import jax
 from flax import nnx
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import (
-    ExpertsConfig,
-    MambaOptions,
-    ModelConfig,
-    Routing,
-    decoder_config,
-)
+from jaxpage.models.config import ExpertsConfig, ModelConfig, Routing, decoder_config
 from jaxpage.models.decoder import CausalLM, SelfAttention, hidden_norm
 from jaxpage.models.experts import MixtureOfExperts
 from jaxpage.models.layers import WideRMSNorm
 from jaxpage.models.mamba2 import Mamba2, mamba_parts, recurrent_layers, time_step_limits
-from jaxpage.models.recurrence import Recurrence, WholeSequences
+from jaxpage.models.recurrence import Recurrence
+from jaxpage.models.recurrent_config import MambaOptions
 from jaxpage.models.rope import NO_ROPE, Rotation
 from jaxpage.models.sources import Place, Source, Stacked
 from jaxpage.models.starcoder2 import PlainMLP
@@ -69,11 +64,11 @@ class NemotronHLayer(nnx.Module):
         is_token: jax.Array | None = None,
         load: list[jax.Array] | None = None,
         *,
-        recurrence: Recurrence | None = None,
+        recurrence: Recurrence,
     ) -> jax.Array:
         more: tuple[Any, ...] = ()
         if self.kind == "recurrence":
-            more = (recurrence or WholeSequences(),)
+            more = (recurrence,)
         elif self.kind == "attention":
             more = (rotation, attention)
         elif self.has_experts:

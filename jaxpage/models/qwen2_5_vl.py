@@ -29,7 +29,7 @@ from jaxpage.models.vision import (
     check_tower,
     linear,
 )
-from jaxpage.pictures.qwen_vision import Qwen25VisionConfig, shared_fields
+from jaxpage.pictures.qwen_vision import Qwen25VisionConfig, QwenVisionConfig, shared_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -46,11 +46,10 @@ def norm(config: Qwen25VisionConfig, dtype: jnp.dtype) -> RMSNorm:
 class PatchEmbedding(nnx.Module):
     """The first layer of the tower; a module only for the checkpoint's names."""
 
-    def __init__(self, config: Qwen25VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: QwenVisionConfig, dtype: jnp.dtype, *, bias: bool = False):
         side = config.patch_size
         shape = (config.hidden_size, config.in_channels, config.frames_per_patch, side, side)
-        stddev = config.initializer_range
-        self.proj = PatchProjection(shape, bias=False, stddev=stddev, dtype=dtype)
+        self.proj = PatchProjection(shape, bias=bias, stddev=config.initializer_range, dtype=dtype)
 
     def __call__(self, patches: jax.Array) -> jax.Array:
         return self.proj(patches)

@@ -14,25 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import (
-    ExpertsConfig,
-    ModelConfig,
-    RecurrentLayers,
-    counts_of,
-    decoder_config,
-)
-from jaxpage.models.decoder import (
-    CausalLM,
-    DecoderLayer,
-    SelfAttention,
-    hidden_norm,
-    mlp_or_experts,
-)
+from jaxpage.models.config import ExpertsConfig, ModelConfig, counts_of, decoder_config
+from jaxpage.models.decoder import CausalLM, SelfAttention
 from jaxpage.models.gated_delta_net import GatedDeltaNet
+from jaxpage.models.hybrid import HybridLayer
 from jaxpage.models.layers import Linear, Normal, OffsetRMSNorm
 from jaxpage.models.mixtures import qwen_experts
 from jaxpage.models.qwen3_vl import Qwen3VisionTower, tower_config
-from jaxpage.models.recurrence import Recurrence
+from jaxpage.models.recurrent_config import RecurrentLayers
 from jaxpage.models.rope import Rotation
 from jaxpage.models.sources import Place, Source, separate_experts
 from jaxpage.models.vision import PictureLM, check_embeddings
@@ -85,38 +74,15 @@ class GatedAttention(SelfAttention):
         return self.o_proj((out * jax.nn.sigmoid(gate)).reshape(*lead, -1))
 
 
-class HybridLayer(DecoderLayer):
-    """A recurrent state or gated attention, then an MLP or experts, each after a norm and beside a residual."""
-
-    def __init__(self, config: ModelConfig, index: int):
-        assert config.recurrent is not None
-        self.input_layernorm = hidden_norm(OffsetRMSNorm, config)
-        if index in config.recurrent.layers:
-            self.linear_attn = GatedDeltaNet(config, index)
-        else:
-            self.self_attn = GatedAttention(config, index)
-        self.post_attention_layernorm = hidden_norm(OffsetRMSNorm, config)
-        self.mlp = mlp_or_experts(config, index)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        rotation: Rotation,
-        attention: Attention,
-        is_token: jax.Array | None = None,
-        load: list[jax.Array] | None = None,
-        *,
-        recurrence: Recurrence,
-    ) -> jax.Array:
-        normed = self.input_layernorm(x)
-        if hasattr(self, "linear_attn"):
-            x = x + self.linear_attn(normed, recurrence)
-        else:
-            x = x + self.self_attn(normed, rotation, attention)
-        return x + self.second_half(x, is_token, load)
+def _layer(config: ModelConfig, index: int) -> HybridLayer:
+    """A layer with a recurrent state or gated attention."""
+    layer = HybridLayer(config, index, name="linear_attn", part=GatedDeltaNet, norm=OffsetRMSNorm)
+    if hasattr(layer, "self_attn"):
+        layer.self_attn = GatedAttention(config, index)
+    return layer
 
 
-_PARTS = {"layer": HybridLayer, "norm": OffsetRMSNorm}
+_PARTS = {"layer": _layer, "norm": OffsetRMSNorm}
 
 
 def qwen3_5(config: ModelConfig) -> CausalLM:

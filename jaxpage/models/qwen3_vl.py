@@ -17,10 +17,10 @@ from flax import nnx
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.layers import ACTIVATION_FUNCTIONS, Embedding, Normal
 from jaxpage.models.mixtures import qwen_experts
+from jaxpage.models.qwen2_5_vl import PatchEmbedding
 from jaxpage.models.vision import (
     Attend,
     LayerNorm,
-    PatchProjection,
     PictureLM,
     RotaryAttention,
     attend_within,
@@ -36,18 +36,6 @@ if TYPE_CHECKING:
 
 _NORM_EPS = 1e-6  # fixed in transformers too
 _MROPE = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}  # default of config.json
-
-
-class PatchEmbedding(nnx.Module):
-    """The first layer of the tower; a module only for the checkpoint's names."""
-
-    def __init__(self, config: Qwen3VisionConfig, dtype: jnp.dtype):
-        side = config.patch_size
-        shape = (config.hidden_size, config.in_channels, config.frames_per_patch, side, side)
-        self.proj = PatchProjection(shape, bias=True, stddev=config.initializer_range, dtype=dtype)
-
-    def __call__(self, patches: jax.Array) -> jax.Array:
-        return self.proj(patches)
 
 
 class VisionMLP(nnx.Module):
@@ -106,7 +94,7 @@ class Qwen3VisionTower(nnx.Module):
     def __init__(self, config: Qwen3VisionConfig, dtype: jnp.dtype):
         self.config = config
         init = Normal(config.initializer_range)
-        self.patch_embed = PatchEmbedding(config, dtype)
+        self.patch_embed = PatchEmbedding(config, dtype, bias=True)
         self.pos_embed = Embedding(config.table_side**2, config.hidden_size, init=init, dtype=dtype)
         self.blocks = nnx.List([VisionBlock(config, dtype) for _ in range(config.depth)])
         self.merger = PatchMerger(config, dtype, norm_joined=False)

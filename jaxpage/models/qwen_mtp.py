@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.models.attention import Attention
 from jaxpage.models.config import EagleOptions, ModelConfig
 from jaxpage.models.decoder import DecoderLayer, hidden_norm
+from jaxpage.models.eagle import pair_projection
 from jaxpage.models.inputs import ForwardInput
-from jaxpage.models.layers import Linear, Normal, OffsetRMSNorm
-from jaxpage.models.mtp import MTPHead, check_layer, check_same_model
+from jaxpage.models.layers import OffsetRMSNorm
+from jaxpage.models.mtp import check_layer, check_same_model, mtp_head
 from jaxpage.models.qwen3_5 import GatedAttention
-from jaxpage.models.rope import Rotation
 from jaxpage.models.sources import Place, Source, Stacked, renamed, separate_experts
 
 if TYPE_CHECKING:
@@ -40,42 +40,21 @@ class QwenMTPLayer(DecoderLayer):
     def __init__(self, config: ModelConfig):
         super().__init__(config, 0, norm=OffsetRMSNorm)
         self.self_attn = GatedAttention(config, 0)
-        size = config.hidden_size
+        self.rope = config.ropes[0]
         self.pre_fc_norm_embedding = hidden_norm(OffsetRMSNorm, config)
         self.pre_fc_norm_hidden = hidden_norm(OffsetRMSNorm, config)
-        self.fc = Linear(
-            (size, 2 * size),
-            axes=("embed", "embed"),
-            bias=False,
-            init=Normal(config.initializer_range),
-            dtype=config.dtype,
-        )
+        self.fc = pair_projection(config)
         self.norm = hidden_norm(OffsetRMSNorm, config)
 
-    def guess(
-        self,
-        embeds: jax.Array,
-        hidden: jax.Array,
-        rotation: Rotation,
-        attention: Attention,
-        is_token: jax.Array | None,
-    ) -> jax.Array:
-        """As `mtp.MTPLayer.guess`."""
+    def guess(self, inputs: ForwardInput, hidden: jax.Array, embeds: jax.Array) -> jax.Array:
+        """As `mtp.MTPLayer.guess`, but all pairs have an embedding."""
+        rotation = inputs.rotation(self.rope, hidden.dtype)
         both = [self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)]
         x = self.fc(jnp.concatenate(both, axis=-1))
-        return self.norm(self(x, rotation, attention, is_token))
+        return self.norm(self(x, rotation, inputs.attention, inputs.is_token))
 
 
-class QwenMTPHead(MTPHead):
-    """The MTP layer of a checkpoint as a head."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, layer=QwenMTPLayer)
-
-    def embeds_of_pairs(self, inputs: ForwardInput, embeds: jax.Array) -> jax.Array:
-        """[T, E]: all of them."""
-        del inputs
-        return embeds
+qwen_mtp_head = partial(mtp_head, layer=QwenMTPLayer)
 
 
 def qwen_mtp_config(
@@ -124,7 +103,7 @@ def qwen_mtp_name(config: ModelConfig, name: str) -> str | None:
 def qwen_mtp_places(config: ModelConfig) -> dict[str, Place]:
     """Where the checkpoint has the parameters, under names that its quantization_config knows."""
     places: dict[str, Place] = {}
-    for path, _ in nnx.to_flat_state(nnx.state(QwenMTPHead(config), nnx.Param)):
+    for path, _ in nnx.to_flat_state(nnx.state(qwen_mtp_head(config), nnx.Param)):
         ours = ".".join(map(str, path))
         places[ours] = Source(_theirs(ours))
     for ours, place in separate_experts(config).items():

@@ -46,7 +46,7 @@ from jaxpage.models.gemma4 import (
 )
 from jaxpage.models.glm import glm4, glm_config
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
-from jaxpage.models.granite import granite, granite_config, granite_moe_config
+from jaxpage.models.granite import granite_config, granite_moe_config
 from jaxpage.models.granite_hybrid import (
     granite_hybrid,
     granite_hybrid_config,
@@ -210,10 +210,9 @@ REGISTRY: dict[str, Family] = {
     "GptOssForCausalLM": Family(
         config_from_hf=gpt_oss_config, module=gpt_oss, weight_map=gpt_oss_experts
     ),
-    "GraniteForCausalLM": Family(config_from_hf=granite_config, module=granite),
+    "GraniteForCausalLM": Family(config_from_hf=granite_config),
     "GraniteMoeForCausalLM": Family(
         config_from_hf=granite_moe_config,
-        module=granite,
         weight_map=granite_experts,
         tensor_name=granite_name,
     ),

@@ -59,7 +59,7 @@ def choose(
 ) -> Choice[str | None]:
     """The platform whose kernel it is; None: XLA.
 
-    state_shape: of one sequence in one layer, as far as a device has it, see `models.config.RecurrentLayers`.
+    state_shape: of one sequence in one layer, as far as a device has it, see `models.recurrent_config.RecurrentLayers`.
     num_values: value heads for each key head.
     """
     need = _Need(

@@ -19,8 +19,8 @@ PADDING = -1  # the window and the frame of padding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen25VisionConfig:
-    """The tower of Qwen2.5-VL, whose layers attend within windows, but for some that attend within frames."""
+class QwenVisionConfig:
+    """What the towers of both have."""
 
     depth: int
     hidden_size: int
@@ -32,8 +32,6 @@ class Qwen25VisionConfig:
     patch_size: int  # pixels
     frames_per_patch: int
     merge_size: int  # patches a side that become one embedding
-    window_size: int  # pixels a side
-    full_attention_layers: tuple[int, ...]
     rope_theta: float
     initializer_range: float
 
@@ -68,6 +66,14 @@ class Qwen25VisionConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen25VisionConfig(QwenVisionConfig):
+    """The tower of Qwen2.5-VL, whose layers attend within windows, but for some that attend within frames."""
+
+    window_size: int  # pixels a side
+    full_attention_layers: tuple[int, ...]
 
     @property
     def window_side(self) -> int:
@@ -121,55 +127,15 @@ class Qwen25VisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VisionConfig:
+class Qwen3VisionConfig(QwenVisionConfig):
     """The tower of Qwen3-VL: attention within frames, a learned table of places, and outputs of several layers."""
 
-    depth: int
-    hidden_size: int
-    num_heads: int
-    intermediate_size: int
-    out_hidden_size: int
-    activation: str
-    in_channels: int
-    patch_size: int  # pixels
-    frames_per_patch: int
-    merge_size: int  # patches a side that become one embedding
     table_side: int  # of the square of learned places
     deep_layers: tuple[int, ...]  # whose outputs go to the first layers of the decoder
-    rope_theta: float
-    initializer_range: float
-
-    @property
-    def patch_values(self) -> int:
-        return self.in_channels * self.frames_per_patch * self.patch_size**2
-
-    @property
-    def patches_per_token(self) -> int:
-        return self.merge_size**2
 
     @property
     def embedding_size(self) -> int:
         return self.out_hidden_size * (1 + len(self.deep_layers))
-
-    @property
-    def num_patches(self) -> None:
-        return None
-
-    @property
-    def most_patches(self) -> None:
-        return None
-
-    @property
-    def bidirectional(self) -> bool:
-        return False
-
-    @property
-    def causal_without_window(self) -> bool:
-        return False
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
     def encoder_inputs(self, picture: Picture, padded_patches: int) -> dict[str, np.ndarray]:
         """patches float32[P, patch_values]; places int32[2, P], each patch's row and column; frames int32[P], within
@@ -210,7 +176,7 @@ class Qwen3VisionConfig:
 
 
 def shared_fields(hf: PretrainedConfig) -> dict[str, Any]:
-    """The fields that both configs have, from the config of the tower."""
+    """The fields of `QwenVisionConfig`, from the config of the tower."""
     return {
         "depth": hf.depth,
         "hidden_size": hf.hidden_size,

@@ -9,7 +9,7 @@ kept beside it; the sequence's next row has a position, so the device knows how 
 them.
 
 Letters: Q slots of requests and of the prefix cache, R rows, T packed tokens, C channels of a convolution, K most
-drafts of a row, N, J, D, F, W as in `models.config.RecurrentLayers`.
+drafts of a row, N, J, D, F, W as in `models.recurrent_config.RecurrentLayers`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxpage.batch import StepBatch
-from jaxpage.models.config import RecurrentLayers
+from jaxpage.models.recurrent_config import RecurrentLayers
 from jaxpage.ops.delta_rule import AnyTokens
 from jaxpage.ops.packed_delta_rule import StateRows, of_packed_tokens, of_single_tokens
 from jaxpage.parallel.sharding import TENSOR

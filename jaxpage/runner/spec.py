@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jax.typing import DTypeLike
 
 from jaxpage.kv_groups import KVGroups
-from jaxpage.models.config import RecurrentLayers
+from jaxpage.models.recurrent_config import RecurrentLayers
 from jaxpage.pictures.border import VisionConfig
 from jaxpage.research_config import ResearchSpec
 from jaxpage.sampling.fields import Processors

@@ -4,39 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from jaxpage.pooling.async_pooler import AsyncPooler
-from jaxpage.server.http_metrics import HttpMetrics
+from jaxpage.server.http_metrics import ServerMetrics, labels_of
 
 
-class PoolingMetrics:
+class PoolingMetrics(ServerMetrics):
     """Replaces `Metrics` for a pooling model."""
 
-    content_type = CONTENT_TYPE_LATEST  # of what `render` returns
-
     def __init__(self, llm: AsyncPooler, model_name: str):
-        labels = {"model_name": model_name, "engine": "0"}
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineCounts(llm, labels))
-        self.http = HttpMetrics(self._registry)
-        self._rejections = Counter(
-            "vllm:admission_rejections",
-            "Requests refused because too many wait, by which limit.",
-            (*labels, "reason"),
-            registry=self._registry,
-        )
-        self._labels = labels
-
-    def render(self) -> bytes:
-        """The text of a scrape."""
-        return generate_latest(self._registry)
-
-    def rejected(self, reason: str = "max_num_queued_reqs") -> None:
-        """A request was rejected because too many wait; `reason` is the option with the limit."""
-        self._rejections.labels(*self._labels.values(), reason).inc()
+        labels = labels_of(model_name)
+        super().__init__(labels, (_EngineCounts(llm, labels),))
 
 
 class _EngineCounts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.registry import picture_processor
-from tests import checkpoints, picture_models
+from tests import checkpoints, picture_answers, picture_models
+from tests.picture_answers import checked_answer, greedy
 from tests.picture_models import (
     GEMMA_BEGIN,
     GEMMA_END,
@@ -25,11 +25,9 @@ from tests.picture_models import (
     pixels,
 )
 
-# Tokens that stand for pictures in a prompt, and do not in an answer: transformers would miss the pictures.
-NEVER = range(GEMMA_IMAGE, GEMMA_END + 1)
-GREEDY = SamplingParams(
-    temperature=0, max_tokens=64, ignore_eos=True, logit_bias=dict.fromkeys(NEVER, -100.0)
-)
+NEVER = range(GEMMA_IMAGE, GEMMA_END + 1)  # see `greedy`
+GREEDY = greedy(NEVER)
+seeing = partial(picture_answers.seeing, [GEMMA_BEGIN, GEMMA_IMAGE, GEMMA_END])
 PICTURE = 16  # tokens; a window is 9, a step 40
 
 
@@ -41,15 +39,6 @@ def make_llm(path: Path, **options) -> LLM:
 
 def text(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 280, length).tolist()
-
-
-def seeing(*parts: list[int] | np.ndarray) -> dict:
-    """A prompt of texts and pictures."""
-    ids: list[int] = []
-    images = [part for part in parts if isinstance(part, np.ndarray)]
-    for part in parts:
-        ids += part if isinstance(part, list) else [GEMMA_BEGIN, GEMMA_IMAGE, GEMMA_END]
-    return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
 
 PROMPTS = [
@@ -80,36 +69,17 @@ def checked(path, llm) -> Callable[[Any], list[int]]:
     oracle = picture_models.torch_model(path)
     processor = picture_processor(load_hf_config(str(path)), path)
     assert processor is not None
-    return partial(checked_answer, oracle, processor, llm)
+    return partial(checked_answer, llm, processor, logits_of(oracle), GREEDY)
+
+
+def logits_of(oracle) -> picture_answers.Logits:
+    return lambda _, token_ids, pictures: gemma_logits(oracle, token_ids, pictures)
 
 
 @pytest.fixture(scope="module")
 def alone(checked) -> list[list[int]]:
     """The answer to each prompt by itself, in chunks."""
     return [checked(prompt) for prompt in PROMPTS]
-
-
-def checked_answer(oracle, processor, llm: LLM, prompt) -> list[int]:
-    """The greedy answer to a prompt, whose tokens and log-probabilities are those of transformers."""
-    ids, images = prompt, []
-    if isinstance(prompt, dict):
-        ids, images = prompt["prompt_token_ids"], prompt["multi_modal_data"]["image"]
-    pictures = [processor.image(image) for image in images]
-    expanded = processor.expand(list(ids), pictures).token_ids
-    pictures = [part for picture in pictures for part in picture.parts]
-    params = dataclasses.replace(GREEDY, logprobs=1)
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
-    (answer,) = output.outputs
-    assert (output.prompt_token_ids, output.num_cached_tokens) == (expanded, 0)
-    logits = gemma_logits(oracle, [*expanded, *answer.token_ids], pictures)
-    logits = logits[len(expanded) - 1 : -1]
-    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    found = [row[i].logprob for row, i in zip(answer.logprobs, answer.token_ids, strict=True)]
-    wanted = logprobs[np.arange(len(found)), answer.token_ids]
-    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
-    logits[:, NEVER] -= 100
-    assert answer.token_ids == logits.argmax(-1).tolist()
-    return list(answer.token_ids)
 
 
 def answers(llm: LLM, prompts=None) -> list[list[int]]:
@@ -157,18 +127,19 @@ def test_crops_are_seen_as_pictures_of_their_own(path, tmp_path):
     processor = picture_processor(
         load_hf_config(str(tmp_path)), tmp_path, tokenizer=llm.get_tokenizer(), options=options
     )
-    oracle = picture_models.torch_model(tmp_path)
+    logits = logits_of(picture_models.torch_model(tmp_path))
+    checked = partial(checked_answer, llm, processor, logits, GREEDY)
     wide = pixels(60, 120)
     prompt = seeing(text(5, 0), wide, text(9, 1))
     prompt["prompt_token_ids"].remove(GEMMA_IMAGE)
     prompt["prompt_token_ids"].remove(GEMMA_END)
-    answer = checked_answer(oracle, processor, llm, prompt)
+    answer = checked(prompt)
     assert llm.stats().num_encoded_pictures == 3
     (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == answer
     assert output.num_cached_tokens >= len(output.prompt_token_ids) - 8
-    checked_answer(oracle, processor, llm, seeing(text(5, 2), wide[:, :60], text(9, 1)))
-    checked_answer(oracle, processor, llm, seeing(text(5, 3), wide[:, 60:], text(9, 1)))
+    checked(seeing(text(5, 2), wide[:, :60], text(9, 1)))
+    checked(seeing(text(5, 3), wide[:, 60:], text(9, 1)))
     assert llm.stats().num_encoded_pictures == 3
 
 

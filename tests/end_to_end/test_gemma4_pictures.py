@@ -4,17 +4,18 @@ which the tokens of a picture see each other in layers with a window.
 
 from __future__ import annotations
 
-import dataclasses
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.registry import picture_processor
-from tests import checkpoints, picture_models
+from tests import checkpoints, picture_answers, picture_models
+from tests.picture_answers import checked_answer, greedy
 from tests.picture_models import (
     GEMMA_END,
     GEMMA_IMAGE,
@@ -23,11 +24,9 @@ from tests.picture_models import (
     pixels,
 )
 
-# Tokens that stand for pictures in a prompt, and do not in an answer: transformers would miss the pictures.
-NEVER = range(GEMMA_IMAGE, GEMMA_END + 1)
-GREEDY = SamplingParams(
-    temperature=0, max_tokens=64, ignore_eos=True, logit_bias=dict.fromkeys(NEVER, -100.0)
-)
+NEVER = range(GEMMA_IMAGE, GEMMA_END + 1)  # see `greedy`
+GREEDY = greedy(NEVER)
+seeing = partial(picture_answers.seeing, [GEMMA_IMAGE])
 OPTIONS = {"max_soft_tokens": 70}
 
 
@@ -44,15 +43,6 @@ def make_llm(path: Path, **options) -> LLM:
 
 def text(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 280, length).tolist()
-
-
-def seeing(*parts: list[int] | np.ndarray) -> dict:
-    """A prompt of texts and pictures."""
-    ids: list[int] = []
-    images = [part for part in parts if isinstance(part, np.ndarray)]
-    for part in parts:
-        ids += part if isinstance(part, list) else [GEMMA_IMAGE]
-    return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
 
 PROMPTS = [
@@ -73,30 +63,9 @@ def loaded(request, tmp_path_factory) -> SimpleNamespace:
     oracle = picture_models.torch_model(path)
     processor = picture_processor(load_hf_config(str(path)), path, options=OPTIONS)
     found = SimpleNamespace(path=path, llm=llm, oracle=oracle, processor=processor)
-    found.alone = [checked_answer(found, prompt) for prompt in PROMPTS]
+    checked = partial(checked_answer, llm, processor, partial(gemma4_logits, oracle), GREEDY)
+    found.alone = [checked(prompt) for prompt in PROMPTS]
     return found
-
-
-def checked_answer(loaded, prompt) -> list[int]:
-    """The greedy answer to a prompt, whose tokens and log-probabilities are those of transformers."""
-    ids, images = prompt, []
-    if isinstance(prompt, dict):
-        ids, images = prompt["prompt_token_ids"], prompt["multi_modal_data"]["image"]
-    pictures = [loaded.processor.image(image) for image in images]
-    expanded = loaded.processor.expand(list(ids), pictures).token_ids
-    (output,) = loaded.llm.generate(prompt, dataclasses.replace(GREEDY, logprobs=1), use_tqdm=False)
-    (answer,) = output.outputs
-    assert output.prompt_token_ids == expanded
-    tower = loaded.processor.config
-    logits = gemma4_logits(loaded.oracle, tower, [*expanded, *answer.token_ids], pictures)
-    logits = logits[len(expanded) - 1 : -1]
-    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    found = [row[i].logprob for row, i in zip(answer.logprobs, answer.token_ids, strict=True)]
-    wanted = logprobs[np.arange(len(found)), answer.token_ids]
-    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
-    logits[:, NEVER] -= 100
-    assert answer.token_ids == logits.argmax(-1).tolist()
-    return list(answer.token_ids)
 
 
 def answers(llm: LLM, prompts=None) -> list[list[int]]:

@@ -20,6 +20,7 @@ from jaxpage.replay import replay
 from jaxpage.tokenizer import load_tokenizer
 from tests import checkpoints, picture_models
 from tests.few_programs import few_programs
+from tests.picture_answers import check_answer, greedy
 from tests.picture_models import (
     END,
     IMAGE,
@@ -33,11 +34,8 @@ from tests.picture_models import (
     qwen3_vl_moe_config,
 )
 
-# Tokens that stand for pictures in a prompt, and do not in an answer: transformers would miss the pictures.
-NEVER = range(START, VIDEO + 1)
-GREEDY = SamplingParams(
-    temperature=0, max_tokens=64, ignore_eos=True, logit_bias=dict.fromkeys(NEVER, -100.0)
-)
+NEVER = range(START, VIDEO + 1)  # see `greedy`
+GREEDY = greedy(NEVER)
 CONFIGS = {
     "qwen2_5_vl": qwen2_5_vl_config,
     "qwen3_vl": qwen3_vl_config,
@@ -94,13 +92,7 @@ class Family:
         assert (output.prompt_token_ids, output.num_cached_tokens) == (expanded.token_ids, 0)
         whole = dataclasses.replace(expanded, token_ids=[*expanded.token_ids, *answer.token_ids])
         logits = picture_models.qwen_logits(self.oracle, whole, pictures)
-        logits = logits[len(expanded.token_ids) - 1 : -1]
-        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        found = [row[i].logprob for row, i in zip(answer.logprobs, answer.token_ids, strict=True)]
-        wanted = logprobs[np.arange(len(found)), answer.token_ids]
-        np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
-        logits[:, NEVER] -= 100
-        assert answer.token_ids == logits.argmax(-1).tolist()
+        check_answer(answer, logits[len(expanded.token_ids) - 1 : -1], GREEDY)
         return answer.token_ids
 
 

@@ -12,22 +12,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.delta_rule import cases, reference, tpu, tpu_windows, xla
 from pallas_kernels.delta_rule.cases import CASES, OWN_WINDOWS, WINDOW_CASES, Case, WindowCase
+from tests.kernels.slots import check_one_token, check_windows
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def check(found, case: Case) -> None:
-    """Other slots are as they were, to the bit; the null slot may be anything."""
-    arguments = cases.arguments(case)
-    states, out = map(np.asarray, found)
-    wanted, wanted_out = map(np.asarray, reference.one_token(**arguments))
-    own = np.asarray(arguments["rows"].slots)[: case.rows]
-    others = np.setdiff1d(np.arange(1, case.num_slots), own)
-    np.testing.assert_array_equal(states[others], wanted[others])
-    assert np.isfinite(wanted[own]).all() and np.isfinite(wanted_out[: case.rows]).all()
-    np.testing.assert_allclose(states[own], wanted[own], atol=1e-5, rtol=0)
-    np.testing.assert_allclose(out[: case.rows], wanted_out[: case.rows], atol=1e-5, rtol=0)
+    check_one_token(found, case, (cases, reference))
 
 
 @pytest.mark.parametrize(
@@ -64,19 +56,10 @@ def test_which_states_the_kernel_serves(shape, reason):
     assert found is None if reason is None else reason in str(found)
 
 
-def check_windows(found, case: WindowCase) -> None:
-    """Other slots are as they were, to the bit. Kernels add up three products of bfloat16."""
-    arguments = cases.window_arguments(case)
-    states, out = map(np.asarray, found)
-    wanted, wanted_out = map(np.asarray, reference.by_windows(**arguments))
-    own = np.array([slot for slot, *_ in case.rows], int)
-    others = np.setdiff1d(np.arange(1, len(states)), own)
-    np.testing.assert_array_equal(states[others], wanted[others])
-    assert np.isfinite(wanted[own]).all()
-    np.testing.assert_allclose(states[own], wanted[own], atol=5e-5, rtol=0)
-    out, wanted_out = (x.reshape(-1, *x.shape[2:]) for x in (out, wanted_out))
-    for _, first, end, _ in case.rows:
-        np.testing.assert_allclose(out[first:end], wanted_out[first:end], atol=5e-5, rtol=0)
+def check_all(found, case: WindowCase) -> None:
+    """Kernels add up three products of bfloat16."""
+    wanted = reference.by_windows(**cases.window_arguments(case))
+    check_windows(found, wanted, case, atol=5e-5)
 
 
 each_window_case = pytest.mark.parametrize("case", WINDOW_CASES, ids=lambda case: case.name)
@@ -85,7 +68,7 @@ each_window_case = pytest.mark.parametrize("case", WINDOW_CASES, ids=lambda case
 @pytest.mark.slow
 @each_window_case
 def test_xla_by_windows(case):
-    check_windows(jax.jit(xla.by_windows)(**cases.window_arguments(case)), case)
+    check_all(jax.jit(xla.by_windows)(**cases.window_arguments(case)), case)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +76,14 @@ def test_xla_by_windows(case):
 )
 def test_rows_with_a_window_each(together):
     run = jax.jit(partial(xla.one_window, together=together))
-    check_windows(run(**cases.window_arguments(OWN_WINDOWS)), OWN_WINDOWS)
+    check_all(run(**cases.window_arguments(OWN_WINDOWS)), OWN_WINDOWS)
 
 
 @pytest.mark.slow
 @each_window_case
 def test_the_kernel_by_windows(case):
     run = jax.jit(partial(tpu_windows.by_windows, interpret=INTERPRETED))
-    check_windows(run(**cases.window_arguments(case)), case)
+    check_all(run(**cases.window_arguments(case)), case)
     assert interpret_pallas_call.races is not None
     assert not interpret_pallas_call.races.races_found
 

@@ -16,6 +16,7 @@ from pallas_kernels.delta_rule.cases import OWN_WINDOWS, Case, WindowCase
 from pallas_kernels.mamba2 import cases, reference, tpu, tpu_windows
 from pallas_kernels.mamba2.cases import CASES, WINDOW_CASES
 from pallas_kernels.mamba2.chunks import MAMBA2
+from tests.kernels.slots import check_one_token, check_windows
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 ODD_SIZES = WindowCase(
@@ -25,16 +26,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def check(found, case: Case) -> None:
-    """Other slots are as they were, to the bit; the null slot may be anything."""
-    arguments = cases.arguments(case)
-    states, out = map(np.asarray, found)
-    wanted, wanted_out = map(np.asarray, reference.one_token(**arguments))
-    own = np.asarray(arguments["rows"].slots)[: case.rows]
-    others = np.setdiff1d(np.arange(1, case.num_slots), own)
-    np.testing.assert_array_equal(states[others], wanted[others])
-    assert np.isfinite(wanted[own]).all() and np.isfinite(wanted_out[: case.rows]).all()
-    np.testing.assert_allclose(states[own], wanted[own], atol=1e-5, rtol=0)
-    np.testing.assert_allclose(out[: case.rows], wanted_out[: case.rows], atol=2e-5, rtol=0)
+    check_one_token(found, case, (cases, reference), atol=2e-5)
 
 
 @pytest.mark.parametrize("together", [1, 2, 5])
@@ -72,34 +64,25 @@ def test_which_states_the_kernel_serves(shape, reason):
 @pytest.mark.parametrize("case", [*WINDOW_CASES, ODD_SIZES], ids=lambda case: case.name)
 def test_xla_by_windows(case):
     run = jax.jit(partial(xla.by_windows, rule=MAMBA2))
-    check_windows(run(**cases.window_arguments(case)), case, atol=2e-5)
+    check_all(run(**cases.window_arguments(case)), case, atol=2e-5)
 
 
 @pytest.mark.slow
 def test_rows_with_a_window_each():
     run = jax.jit(partial(xla.one_window, together=3, rule=MAMBA2))
-    check_windows(run(**cases.window_arguments(OWN_WINDOWS)), OWN_WINDOWS, atol=2e-5)
+    check_all(run(**cases.window_arguments(OWN_WINDOWS)), OWN_WINDOWS, atol=2e-5)
 
 
-def check_windows(found, case: WindowCase, *, atol: float) -> None:
-    """Other slots are as they were, to the bit. Kernels add up three products of bfloat16."""
-    states, out = map(np.asarray, found)
-    wanted, wanted_out = one_by_one(case)
-    own = np.array([slot for slot, *_ in case.rows], int)
-    others = np.setdiff1d(np.arange(1, len(states)), own)
-    np.testing.assert_array_equal(states[others], wanted[others])
-    assert np.isfinite(wanted[own]).all()
-    np.testing.assert_allclose(states[own], wanted[own], atol=atol, rtol=0)
-    out = out.reshape(-1, *out.shape[2:])
-    for _, first, end, _ in case.rows:
-        np.testing.assert_allclose(out[first:end], wanted_out[first:end], atol=atol, rtol=0)
+def check_all(found, case: WindowCase, *, atol: float) -> None:
+    """Kernels add up three products of bfloat16."""
+    check_windows(found, one_by_one(case), case, atol=atol)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=lambda case: case.name)
 def test_the_kernel_by_windows(case):
     run = jax.jit(partial(tpu_windows.by_windows, interpret=INTERPRETED))
-    check_windows(run(**cases.window_arguments(case)), case, atol=5e-5)
+    check_all(run(**cases.window_arguments(case)), case, atol=5e-5)
     assert interpret_pallas_call.races is not None
     assert not interpret_pallas_call.races.races_found
 

@@ -17,8 +17,9 @@ from jaxpage.composition import spec_of_this_machine
 from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.models.attention import DenseAttention
+from jaxpage.models.eagle import FirstEagleHead
 from jaxpage.models.inputs import ForwardInput
-from jaxpage.models.mtp import MTPHead, mtp_name
+from jaxpage.models.mtp import mtp_name
 from jaxpage.start_up_log import draft_model_line
 from jaxpage.weights.load import load
 from jaxpage.weights.spec import specs
@@ -50,7 +51,7 @@ def loaded(path: Path, **options: Any) -> tuple[EngineSpec, Any]:
     return spec, drafts.model
 
 
-def proposed(head: MTPHead, size: int) -> np.ndarray:
+def proposed(head: FirstEagleHead, size: int) -> np.ndarray:
     """Hidden states of seven pairs."""
     embeds, hidden = np.random.default_rng(0).normal(size=(2, 7, size)).astype(np.float32)
     positions = jnp.arange(7)

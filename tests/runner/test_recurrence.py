@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxpage.batch import StepBatch
-from jaxpage.models.config import MambaOptions, RecurrentLayers
 from jaxpage.models.recurrence import Recurrence, WholeSequences
+from jaxpage.models.recurrent_config import MambaOptions, RecurrentLayers
 from jaxpage.ops.delta_rule import AnyTokens, to_tokens
 from jaxpage.ops.packed_delta_rule import MOST_DRAFTS
 from jaxpage.recurrent_state import sequence_bytes
