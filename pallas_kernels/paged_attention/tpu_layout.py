@@ -93,12 +93,9 @@ def unsupported_reason(
         if reason := _why_no_part(given, width):
             return reason
     elif isinstance(given, LatentPool):
+        if reason := _why_no_latents(pool, num_kv_heads):
+            return reason
         width = pool.shape[2]
-        if width % LANES or num_kv_heads != 1:
-            return (
-                f"the TPU kernel reads latents as one KV head and in multiples of {LANES} lanes; there are "
-                f"{num_kv_heads} KV heads, and the pool is {list(pool.shape)}"
-            )
     elif len(pool.shape) != 3 or pool.shape[2] != width or width % LANES:
         return (
             f"the TPU kernel reads a pool [num_blocks, block_size, {width}] for {num_kv_heads} KV heads of {head_dim}, "
@@ -130,6 +127,20 @@ def _why_no_part(part: PoolPart, width: int) -> str | None:
         return (
             f"the TPU kernel reads part {part.index} of {width} lanes, which must be a multiple of {LANES}, of a pool "
             f"[num_blocks, block_size, lanes]; the pool is {list(pool.shape)}"
+        )
+    return None
+
+
+def _why_no_latents(pool: Pool, num_kv_heads: int) -> str | None:
+    """The same, of latents."""
+    if isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
+        return (
+            f"the TPU kernel reads no latents in {pool.format}; fp8_e4m3 and fp8_e5m2 have no scales"
+        )
+    if pool.shape[2] % LANES or num_kv_heads != 1:
+        return (
+            f"the TPU kernel reads latents as one KV head and in multiples of {LANES} lanes; there are "
+            f"{num_kv_heads} KV heads, and the pool is {list(pool.shape)}"
         )
     return None
 
@@ -185,7 +196,8 @@ def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[tuple
     num_tokens = k.shape[0]
     is_quantized = isinstance(pool, QuantizedPool)
     if shape.is_of_latents:
-        new = [(k.reshape(num_tokens, -1),)]
+        keys = k.reshape(num_tokens, -1)
+        new = [(quantize(keys, pool.format, None)[0] if is_quantized else keys,)]
     elif k[0].size % LANES == 0 and not is_quantized:
         new = [(k.reshape(num_tokens, -1), v.reshape(num_tokens, -1))]
     else:
