@@ -37,9 +37,7 @@ def write_kv(
         slots, keys = pool.pool, pool.slots_of(k)
         if isinstance(slots, QuantizedPool):
             data, _ = quantize(keys, slots.format, None)
-            return replace(
-                pool, pool=replace(slots, data=_put(slots.data, data, slot_mapping))
-            )
+            return replace(pool, pool=replace(slots, data=_put(slots.data, data, slot_mapping)))
         return replace(pool, pool=_put(slots, _as(keys, slots.dtype), slot_mapping))
     if isinstance(pool, PoolPart):
         written = write_kv(pool.own(pool.pool), k, v, slot_mapping)
