@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,13 +136,22 @@ def test_latents_in_8_bits(format, one_query_per_row):
 def test_what_the_kernel_cannot_read_is_named():
     q = jax.ShapeDtypeStruct((1, 16, 576), jnp.bfloat16)
 
-    def reason(width: int, num_kv_heads: int = 1, q=q) -> str | None:
-        pool = LatentPool(jax.ShapeDtypeStruct((9, 128, width), jnp.bfloat16), 512)
-        return tpu_layout.unsupported_reason(q, pool, num_kv_heads, (64, 32))
+    def reason(width: int, num_kv_heads: int = 1, q=q, pool: Any = None) -> str | None:
+        pool = pool or jax.ShapeDtypeStruct((9, 128, width), jnp.bfloat16)
+        return tpu_layout.unsupported_reason(q, LatentPool(pool, 512), num_kv_heads, (64, 32))
 
     assert reason(640) is None
     assert "in multiples of 128 lanes" in str(reason(576))
     assert "there are 2 KV heads" in str(reason(640, 2))
+    bits = jax.ShapeDtypeStruct((9, 128, 640), jnp.uint8)
+    scales = jax.ShapeDtypeStruct((9, 4, 128), jnp.bfloat16)
+    for format in FLOATS:
+        in_floats: Any = QuantizedPool(data=bits, scale_zero=None, format=format)
+        assert reason(640, pool=in_floats) is None
+        small = replace(in_floats, data=bits.update(shape=(9, 16, 640)))
+        assert "at least 32 for this pool, not 16" in str(reason(640, pool=small))
+    in_integers: Any = QuantizedPool(data=bits, scale_zero=scales, format="int8")
+    assert "the TPU kernel reads no latents in int8" in str(reason(640, pool=in_integers))
     many = str(reason(640, q=q.update(shape=(1, 512, 576))))
     assert "with 512 query heads of 576 that read one latent" in many
     assert many.endswith("; raise tensor_parallel_size")
@@ -175,6 +185,10 @@ def test_a_kernel_is_chosen_on_tpus_and_on_hopper_gpus(monkeypatch):
     assert describe(choice.name, choice.reason).startswith(
         "the kernel for Hopper GPUs; prompts in plain XLA: their kernel reads keys and values"
     )
+    choice = choose(replace(spec, format="fp8_e4m3"), hopper, heads=HEADS, table=(4, 9))
+    assert choice.name == "xla" and "latents are fp8_e4m3" in str(choice.reason)
+    blocks = replace(BFLOAT16, format="fp8_e4m3", block_size=32)
+    assert choose(blocks, tpu, heads=HEADS, table=(4, 9)).name == "tpu"
     many = (Heads(share_heads(128, 1, 1), 576),)
     choice = choose(spec, hopper, heads=many, table=(4, 9))
     assert choice.name == "xla"
