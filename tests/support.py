@@ -35,6 +35,7 @@ FAMILIES = {
     "glm": "GLM-4 (`GlmForCausalLM`)",
     "starcoder2": "StarCoder 2",
     "nemotron": "Nemotron",
+    "gpt_neox": "GPT-NeoX (Pythia)",
     "exaone4": "EXAONE 4",
     "seed_oss": "Seed-OSS",
     "ernie4_5": "ERNIE 4.5, without experts",

@@ -256,6 +256,7 @@ class ModelConfig:
     # Of each layer, if it has one of these alone (Nemotron-H); "mlp": an MLP or experts.
     mixers: tuple[Literal["attention", "recurrence", "mlp"], ...] | None = None
     eagle: EagleOptions | None = None
+    parallel_residual: bool = False  # attention and MLP both read the layer's input (GPT-NeoX)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -289,13 +290,7 @@ class ModelConfig:
         return max(each for each in self.kv_layers if self.windows[each] == self.windows[layer])
 
 
-_COUNTS = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_size",
-    "vocab_size",
-)
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 
 
 def decoder_config(
@@ -307,7 +302,9 @@ def decoder_config(
     """
     architecture = facts.get("architecture") or (hf.architectures or ["?"])[0]
     counts_of(hf, _COUNTS, architecture)
-    num_heads, num_kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+    num_heads, num_kv_heads = hf.num_attention_heads, facts.get("num_kv_heads")
+    if num_kv_heads is None:
+        (num_kv_heads,) = counts_of(hf, ("num_key_value_heads",), architecture)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{architecture}: {num_heads} query heads cannot share {num_kv_heads} KV heads evenly; "

@@ -39,6 +39,7 @@ _SUFFIXES: dict[str, Does] = {
 }
 _REWARD_SUFFIXES = ("ForProcessRewardModel", "ForRewardModel")
 _CAUSAL = "ForCausalLM"
+_UNUSED = ("lm_head.", "score.")  # prefixes of heads that a decoder's checkpoint may have
 # Decoders with another name than their generative form.
 _DECODER_NAMES = {"Gemma3Text": "Gemma3"}
 
@@ -249,7 +250,7 @@ def _decoder(
             if theirs.startswith(old):
                 return new + theirs.removeprefix(old)
         known = family.tensor_name(theirs)
-        if known is None or known.startswith(("lm_head.", "score.")):
+        if known is None or known.startswith(_UNUSED) or family.is_idle(generating, known):
             return None
         return inside + known.removeprefix("model.")
 

@@ -258,6 +258,17 @@ def test_a_family_whose_mlp_has_no_gate(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_family_with_rows_of_each_head_in_one_tensor(tmp_path):
+    """GPT-NeoX has one pair of halves for q, k and v, whose rows take turns by head."""
+    joined = "query_key_value"
+    kinds = [
+        {"rank": 4, "targets": (joined, "dense", "dense_h_to_4h", "dense_4h_to_h")},
+        {"rank": 3, "targets": (joined,)},
+    ]
+    check_family(Adapted(tmp_path, "gpt_neox", 0, kinds, dense_families.build))
+
+
+@pytest.mark.slow
 def test_a_family_with_experts(tmp_path):
     """GLM-4.5: adapters of its attention, without its experts."""
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -31,6 +31,7 @@ def config_of(family: str, variant: int = 0, **overrides) -> transformers.Pretra
         ),
         ("starcoder2", {"hidden_act": "relu6"}, "Starcoder2ForCausalLM: activation 'relu6'"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
+        ("gpt_neox", {"hidden_act": "relu6"}, "GPTNeoXForCausalLM: activation 'relu6'"),
         ("olmo2", {"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
     ],
 )

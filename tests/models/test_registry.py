@@ -123,8 +123,9 @@ def test_a_part_of_the_head_is_rotated_if_transformers_does_so(architecture):
     """A config.json may name partial_rotary_factor without."""
     model = getattr(transformers, architecture)
     more = {"num_hidden_layers": 4, "architectures": [architecture], **MORE.get(architecture, {})}
+    option = {"GPTNeoXForCausalLM": "rotary_pct"}.get(architecture, "partial_rotary_factor")
     whole, part = (
-        build(model.config_class(partial_rotary_factor=factor, **more), dtype="float32")
+        build(model.config_class(**{option: factor}, **more), dtype="float32")
         for factor in (1.0, 0.25)
     )
     code = inspect.getsource(inspect.getmodule(model))
