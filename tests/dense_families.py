@@ -476,6 +476,21 @@ VARIANTS["gpt_neox"] = [
         rope_parameters=YARN | {"partial_rotary_factor": 0.5},
     ),
 ]
+VARIANTS["gpt2"] = [
+    shape(4, 2, hidden=64, layers=3),
+    shape(
+        8,
+        8,
+        hidden=48,
+        n_inner=72,
+        activation_function="relu",
+        layer_norm_epsilon=1e-3,
+        tie_word_embeddings=False,
+        scale_attn_by_inverse_layer_idx=True,
+        reorder_and_upcast_attn=True,
+    ),
+    shape(4, 4, scale_attn_weights=False, activation_function="gelu"),
+]
 VARIANTS["qwen3_5"] = [
     shape(4, 2, **qwen3_5(4, head_dim=16, heads=(2, 6), dims=(24, 8))),
     shape(
@@ -627,6 +642,7 @@ CLASSES = {
     "ernie4_5": "Ernie4_5Config",
     "gemma4": "Gemma4TextConfig",
     "gpt_neox": "GPTNeoXConfig",
+    "gpt2": "GPT2Config",
     "qwen3_5": "Qwen3_5TextConfig",
     "granite_hybrid": "GraniteMoeHybridConfig",
     "nemotron_h": "NemotronHConfig",

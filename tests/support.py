@@ -36,6 +36,7 @@ FAMILIES = {
     "starcoder2": "StarCoder 2",
     "nemotron": "Nemotron",
     "gpt_neox": "GPT-NeoX (Pythia)",
+    "gpt2": "GPT-2",
     "exaone4": "EXAONE 4",
     "seed_oss": "Seed-OSS",
     "ernie4_5": "ERNIE 4.5, without experts",

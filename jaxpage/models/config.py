@@ -257,6 +257,10 @@ class ModelConfig:
     mixers: tuple[Literal["attention", "recurrence", "mlp"], ...] | None = None
     eagle: EagleOptions | None = None
     parallel_residual: bool = False  # attention and MLP both read the layer's input (GPT-NeoX)
+    num_positions: int | None = (
+        None  # that have embeddings (GPT-2); None: positions are not learned
+    )
+    scale_falls: bool = False  # `attention_scale` is divided by 1, 2, ... in the layers (GPT-2)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -359,7 +363,7 @@ def counts_of(hf: PretrainedConfig, names: Iterable[str], owner: str) -> list[in
 
 def activation_of(hf: PretrainedConfig, owner: str) -> str:
     """The activation of the MLPs of `hf`. Raises ValueError, which names their `owner`, if it is not supported."""
-    options = ("hidden_activation", "mlp_hidden_act")
+    options = ("hidden_activation", "mlp_hidden_act", "activation_function")
     name = getattr(hf, next((each for each in options if _has_option(hf, each)), "hidden_act"))
     if name not in ACTIVATION_FUNCTIONS:
         known = ", ".join(ACTIVATION_FUNCTIONS)

@@ -45,6 +45,7 @@ from jaxpage.models.gemma4 import (
     gemma4_with_pictures,
 )
 from jaxpage.models.glm import glm4, glm_config
+from jaxpage.models.gpt2 import GPT_2
 from jaxpage.models.gpt_neox import GPT_NEOX
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
 from jaxpage.models.granite import granite, granite_config, granite_moe_config
@@ -208,6 +209,7 @@ REGISTRY: dict[str, Family] = {
         config_from_hf=glm4_moe_lite_config, weight_map=separate_experts, is_idle=further_layer
     ),
     "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
+    "GPT2LMHeadModel": GPT_2,
     "GPTNeoXForCausalLM": GPT_NEOX,
     "GptOssForCausalLM": Family(
         config_from_hf=gpt_oss_config, module=gpt_oss, weight_map=gpt_oss_experts

@@ -269,6 +269,16 @@ def test_a_family_with_rows_of_each_head_in_one_tensor(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_family_with_transposed_weights(tmp_path):
+    """GPT-2, where PEFT sets `fan_in_fan_out`, on which its halves do not depend."""
+    kinds = [
+        {"rank": 4, "targets": ("c_attn", "c_proj", "c_fc"), "fan_in_fan_out": True},
+        {"rank": 3, "targets": ("c_attn",), "fan_in_fan_out": True},
+    ]
+    check_family(Adapted(tmp_path, "gpt2", 0, kinds, dense_families.build))
+
+
+@pytest.mark.slow
 def test_a_family_with_experts(tmp_path):
     """GLM-4.5: adapters of its attention, without its experts."""
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from jaxpage.models.registry import build
 from jaxpage.weights.convert import convert
-from tests import dense_families
+from tests import checkpoints, dense_families
 from tests.models.test_dense_families import config_of
 from tests.models.test_families import loaded, logits, tokens
 from tests.weights.test_convert import assert_bitwise
@@ -61,7 +61,8 @@ def test_options_of_old_configs(path, tmp_path):
     rope = config.pop("rope_parameters")
     config |= {"rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}
     (old / "config.json").write_text(json.dumps(config))
-    assert loaded(old).config == loaded(path).config
+    new, same = (build(checkpoints.config(each), dtype="float32") for each in (path, old))
+    assert same.config == new.config and len(new.config.ropes[0].inv_freq) == 2
 
 
 def test_as_many_kv_heads_as_heads():

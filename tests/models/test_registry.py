@@ -28,8 +28,8 @@ def llama(**changes):
 
 
 def test_unknown_architecture_lists_the_supported_ones():
-    with pytest.raises(ValueError, match="GPT2LMHeadModel is not supported") as error:
-        build(llama(architectures=["GPT2LMHeadModel"]), dtype="float32")
+    with pytest.raises(ValueError, match="OPTForCausalLM is not supported") as error:
+        build(llama(architectures=["OPTForCausalLM"]), dtype="float32")
     assert all(name in str(error.value) for name in REGISTRY)
 
 

@@ -65,6 +65,7 @@ FAMILIES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [_DECODER, _DECODER | {"attention_bias": True}, _WIDE | {"num_key_value_heads": 2}],
     ),
     "GPTNeoX": ("GPTNeoXConfig", [_BERT]),
+    "GPT2": ("GPT2Config", [_BERT]),
     "Gemma3Text": (
         "Gemma3TextConfig",
         [
@@ -118,7 +119,7 @@ def build(family: str, variant: int, path: Path, *, head: str = "Model", **overr
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif "norm" in name.lower():
+            elif "norm" in name.lower() or "ln_" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             elif "embed" in name:
                 parameter.normal_(0, 0.3)

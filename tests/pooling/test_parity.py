@@ -23,7 +23,7 @@ from tests.pooling.pooling_checkpoints import (
 )
 from tests.quantized_checkpoints import FORMATS, write, write_float
 
-DECODERS = ("Qwen2", "Qwen3", "Llama", "GPTNeoX")  # causal in all variants
+DECODERS = ("Qwen2", "Qwen3", "Llama", "GPTNeoX", "GPT2")  # causal in all variants
 RAW = PoolingParams(use_activation=False)
 # The classes of a decoder do not depend on what its other variants vary.
 WITH_CLASSES = [
@@ -85,7 +85,7 @@ def test_classes(family, variant, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Bert", "ModernBert", "Qwen2"])
+@pytest.mark.parametrize("family", ["Bert", "ModernBert", "Qwen2", "GPT2"])
 def test_classes_of_tokens(family, tmp_path):
     head = "ForTokenClassification"
     build(family, 0, tmp_path, head=head, num_labels=4)

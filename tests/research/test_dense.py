@@ -16,7 +16,16 @@ TOKENS = np.random.default_rng(0).integers(3, checkpoints.VOCAB_SIZE, (2, 20))
 
 SLOW = [
     pytest.param(family, marks=pytest.mark.slow)
-    for family in ("qwen3", "gemma4", "qwen3_5", "nemotron_h", "lfm2", "falcon_h1", "gpt_neox")
+    for family in (
+        "qwen3",
+        "gemma4",
+        "qwen3_5",
+        "nemotron_h",
+        "lfm2",
+        "falcon_h1",
+        "gpt_neox",
+        "gpt2",
+    )
 ]
 
 

@@ -14,7 +14,10 @@ MAX_TOKENS = 12
 POINTS = ("hook_attn_out", "hook_mlp_out", "hook_resid_post")
 VECTOR = np.random.default_rng(1).standard_normal(64).astype(np.float32)
 # Of each family the list of layers, and in one of them attention and MLP.
-MODULES = {"gpt_neox": ("gpt_neox.layers", "attention", "mlp")}
+MODULES = {
+    "gpt_neox": ("gpt_neox.layers", "attention", "mlp"),
+    "gpt2": ("transformer.h", "attn", "mlp"),
+}
 
 
 @pytest.fixture(scope="module", params=MODULES)
