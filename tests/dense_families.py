@@ -491,6 +491,18 @@ VARIANTS["gpt2"] = [
     ),
     shape(4, 4, scale_attn_weights=False, activation_function="gelu"),
 ]
+VARIANTS["phi"] = [
+    shape(4, 2, hidden=64, layers=3, rope_parameters=PARTIAL),
+    shape(
+        8,
+        8,
+        hidden=64,
+        qk_layernorm=True,
+        hidden_act="gelu",
+        rope_parameters=LINEAR | {"partial_rotary_factor": 1.0},
+    ),
+    shape(4, 1, layer_norm_eps=1e-3, rope_parameters=YARN | {"partial_rotary_factor": 0.5}),
+]
 VARIANTS["qwen3_5"] = [
     shape(4, 2, **qwen3_5(4, head_dim=16, heads=(2, 6), dims=(24, 8))),
     shape(
@@ -643,6 +655,7 @@ CLASSES = {
     "gemma4": "Gemma4TextConfig",
     "gpt_neox": "GPTNeoXConfig",
     "gpt2": "GPT2Config",
+    "phi": "PhiConfig",
     "qwen3_5": "Qwen3_5TextConfig",
     "granite_hybrid": "GraniteMoeHybridConfig",
     "nemotron_h": "NemotronHConfig",

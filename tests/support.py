@@ -37,6 +37,7 @@ FAMILIES = {
     "nemotron": "Nemotron",
     "gpt_neox": "GPT-NeoX (Pythia)",
     "gpt2": "GPT-2",
+    "phi": "Phi-1, Phi-1.5, Phi-2",
     "exaone4": "EXAONE 4",
     "seed_oss": "Seed-OSS",
     "ernie4_5": "ERNIE 4.5, without experts",

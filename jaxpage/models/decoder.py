@@ -339,7 +339,8 @@ class CausalLM(nnx.Module):
         if self.lm_head is None:
             logits = matmul(hidden, self.model.embed_tokens.weight[...])
         else:
-            logits = self.lm_head.product(hidden)
+            bias = None if self.lm_head.bias is None else self.lm_head.bias[...]
+            logits = self.lm_head.product(hidden, bias=bias)
         scale, cap = self.config.scales.logits, self.config.scales.logits_soft_cap
         if scale is not None:
             logits = logits * scale

@@ -81,6 +81,7 @@ from jaxpage.models.nemotron_h import (
     nemotron_h_parts,
 )
 from jaxpage.models.olmo import exaone4_config, olmo, post_norm
+from jaxpage.models.phi import PHI
 from jaxpage.models.pixtral import mistral3_pictures_config, mistral3_with_pictures
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
 from jaxpage.models.qwen3_5 import (
@@ -261,6 +262,7 @@ REGISTRY: dict[str, Family] = {
     ),
     "OlmoeForCausalLM": Family(config_from_hf=olmoe_config, weight_map=separate_experts),
     "Phi3ForCausalLM": Family(weight_map=fused_projections),
+    "PhiForCausalLM": PHI,
     "Qwen2_5_VLForConditionalGeneration": Family(
         config_from_hf=qwen2_5_vl_config,
         module=qwen2_5_vl,

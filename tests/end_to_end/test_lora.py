@@ -248,6 +248,16 @@ def test_a_family_whose_checkpoints_join_projections(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_family_with_names_of_its_own(tmp_path):
+    """Phi-2."""
+    kinds = [
+        {"rank": 4, "targets": ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")},
+        {"rank": 3, "targets": ("fc1",)},
+    ]
+    check_family(Adapted(tmp_path, "phi", 0, kinds, dense_families.build))
+
+
+@pytest.mark.slow
 def test_a_family_whose_mlp_has_no_gate(tmp_path):
     """StarCoder 2, with biases."""
     kinds = [

@@ -66,6 +66,7 @@ FAMILIES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ),
     "GPTNeoX": ("GPTNeoXConfig", [_BERT]),
     "GPT2": ("GPT2Config", [_BERT]),
+    "Phi": ("PhiConfig", [_DECODER]),
     "Gemma3Text": (
         "Gemma3TextConfig",
         [

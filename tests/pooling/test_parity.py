@@ -23,7 +23,7 @@ from tests.pooling.pooling_checkpoints import (
 )
 from tests.quantized_checkpoints import FORMATS, write, write_float
 
-DECODERS = ("Qwen2", "Qwen3", "Llama", "GPTNeoX", "GPT2")  # causal in all variants
+DECODERS = ("Qwen2", "Qwen3", "Llama", "GPTNeoX", "GPT2", "Phi")  # causal in all variants
 RAW = PoolingParams(use_activation=False)
 # The classes of a decoder do not depend on what its other variants vary.
 WITH_CLASSES = [

@@ -25,6 +25,7 @@ SLOW = [
         "falcon_h1",
         "gpt_neox",
         "gpt2",
+        "phi",
     )
 ]
 

@@ -17,6 +17,7 @@ VECTOR = np.random.default_rng(1).standard_normal(64).astype(np.float32)
 MODULES = {
     "gpt_neox": ("gpt_neox.layers", "attention", "mlp"),
     "gpt2": ("transformer.h", "attn", "mlp"),
+    "phi": ("model.layers", "self_attn", "mlp"),
 }
 
 
