@@ -33,8 +33,8 @@ class KVPoolSpec:
     K and V are interleaved on the head axis (`2k` key, `2k + 1` value of KV head k): one DMA fetches both, and tensor
     parallelism shards one axis. Block 0 is the null block. With a `format`, each array is a `QuantizedPool` whose data
     have this shape (int4: half the head_dim). With a `value_dim` it has keys alone, `[num_blocks, block_size,
-    num_kv_heads * slot_width]`. Raises ValueError for a head_dim that int4 cannot pack, and for a format with a
-    `value_dim`.
+    num_kv_heads * slot_width]`. Raises ValueError for a head_dim that int4 cannot pack, and for a format with
+    scales beside a `value_dim`.
     """
 
     num_arrays: int
@@ -61,11 +61,11 @@ class KVPoolSpec:
                 f'kv_cache_dtype="int4" puts two values into a byte, and the head_dim of this model is '
                 f'{self.head_dim}, which is odd; take "int8"'
             )
-        if self.format is not None and self.value_dim is not None:
+        if self.format in LEVELS and self.value_dim is not None:
             raise ValueError(
                 f"kv_cache_dtype={self.format!r} is not supported with multi-head latent attention: one scale would "
                 f"round the {self.value_dim} values of a token's latent and the rotated key beside them, which differ "
-                'in size; leave it "auto"'
+                'in size; take "fp8", which has no scales'
             )
 
     @property

@@ -9,9 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 LANES = 128
+
+
+def generation() -> int | None:
+    """Of the TPU that is compiled for: 5, 6, 7, ...; None where the interpreter is used instead of one."""
+    return pltpu.get_tpu_info().generation if pltpu.is_tpu_device() else None
 
 
 def dot_transposed(

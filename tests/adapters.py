@@ -22,7 +22,13 @@ def linear_shapes(checkpoint: Path, targets: Sequence[str] = ALL) -> dict[str, t
     """[out, in] of a checkpoint's layers with these names."""
     tensors = open_checkpoint(checkpoint)
     names = {name.removesuffix(".weight"): x.shape for name, x in tensors.items()}
-    return {name: shape for name, shape in names.items() if name.split(".")[-1] in targets}
+    found = {name: shape for name, shape in names.items() if name.split(".")[-1] in targets}
+    return {name: shape[::-1] if is_turned(name) else shape for name, shape in found.items()}
+
+
+def is_turned(name: str) -> bool:
+    """Whether the layer's weight is stored [in, out]: GPT-2's."""
+    return name.startswith("transformer.h.")
 
 
 def save_adapter(
@@ -75,6 +81,7 @@ def merged(path: str | Path, checkpoint: Path, adapter: Path) -> Path:
             alpha = config.get("alpha_pattern", {}).get(layer, config["lora_alpha"])
             rank = math.sqrt(len(a)) if config.get("use_rslora") else len(a)
             change = alpha / rank * (b.astype(np.float64) @ a.astype(np.float64))
+            change = change.T if is_turned(name) else change
             weights[name] = (weights[name] + change).astype(np.float32)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path

@@ -248,7 +248,7 @@ def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) 
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.5)
-            elif "norm" in name:
+            elif "norm" in name or ".ln_" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             elif "embed_tokens" in name:
                 parameter.normal_(0, 0.3)

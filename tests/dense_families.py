@@ -454,6 +454,55 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         ),
     ],
 }
+# They have as many KV heads as heads, whatever else config.json says.
+VARIANTS["gpt_neox"] = [
+    shape(4, 2, hidden=64, layers=3, rope_parameters=PARTIAL | {"partial_rotary_factor": 0.25}),
+    shape(
+        4,
+        4,
+        hidden=48,
+        hidden_act="gelu_fast",
+        use_parallel_residual=False,
+        layer_norm_eps=1e-3,
+        tie_word_embeddings=True,
+        rope_parameters=LINEAR | {"partial_rotary_factor": 1.0},
+    ),
+    shape(
+        8,
+        8,
+        hidden=64,
+        attention_bias=False,
+        hidden_act="gelu_new",
+        rope_parameters=YARN | {"partial_rotary_factor": 0.5},
+    ),
+]
+VARIANTS["gpt2"] = [
+    shape(4, 2, hidden=64, layers=3),
+    shape(
+        8,
+        8,
+        hidden=48,
+        n_inner=72,
+        activation_function="relu",
+        layer_norm_epsilon=1e-3,
+        tie_word_embeddings=False,
+        scale_attn_by_inverse_layer_idx=True,
+        reorder_and_upcast_attn=True,
+    ),
+    shape(4, 4, scale_attn_weights=False, activation_function="gelu"),
+]
+VARIANTS["phi"] = [
+    shape(4, 2, hidden=64, layers=3, rope_parameters=PARTIAL),
+    shape(
+        8,
+        8,
+        hidden=64,
+        qk_layernorm=True,
+        hidden_act="gelu",
+        rope_parameters=LINEAR | {"partial_rotary_factor": 1.0},
+    ),
+    shape(4, 1, layer_norm_eps=1e-3, rope_parameters=YARN | {"partial_rotary_factor": 0.5}),
+]
 VARIANTS["qwen3_5"] = [
     shape(4, 2, **qwen3_5(4, head_dim=16, heads=(2, 6), dims=(24, 8))),
     shape(
@@ -604,6 +653,9 @@ CLASSES = {
     "seed_oss": "SeedOssConfig",
     "ernie4_5": "Ernie4_5Config",
     "gemma4": "Gemma4TextConfig",
+    "gpt_neox": "GPTNeoXConfig",
+    "gpt2": "GPT2Config",
+    "phi": "PhiConfig",
     "qwen3_5": "Qwen3_5TextConfig",
     "granite_hybrid": "GraniteMoeHybridConfig",
     "nemotron_h": "NemotronHConfig",

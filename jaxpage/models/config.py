@@ -197,6 +197,11 @@ class ModelConfig:
     # Of each layer, if it has one of these alone (Nemotron-H); "mlp": an MLP or experts.
     mixers: tuple[Literal["attention", "recurrence", "mlp"], ...] | None = None
     eagle: EagleOptions | None = None
+    parallel_residual: bool = False  # attention and MLP both read the layer's input (GPT-NeoX)
+    num_positions: int | None = (
+        None  # that have embeddings (GPT-2); None: positions are not learned
+    )
+    scale_falls: bool = False  # `attention_scale` is divided by 1, 2, ... in the layers (GPT-2)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -230,13 +235,7 @@ class ModelConfig:
         return max(each for each in self.kv_layers if self.windows[each] == self.windows[layer])
 
 
-_COUNTS = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_size",
-    "vocab_size",
-)
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 
 
 def decoder_config(
@@ -248,7 +247,9 @@ def decoder_config(
     """
     architecture = facts.get("architecture") or (hf.architectures or ["?"])[0]
     counts_of(hf, _COUNTS, architecture)
-    num_heads, num_kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+    num_heads, num_kv_heads = hf.num_attention_heads, facts.get("num_kv_heads")
+    if num_kv_heads is None:
+        (num_kv_heads,) = counts_of(hf, ("num_key_value_heads",), architecture)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{architecture}: {num_heads} query heads cannot share {num_kv_heads} KV heads evenly; "
@@ -303,7 +304,7 @@ def counts_of(hf: PretrainedConfig, names: Iterable[str], owner: str) -> list[in
 
 def activation_of(hf: PretrainedConfig, owner: str) -> str:
     """The activation of the MLPs of `hf`. Raises ValueError, which names their `owner`, if it is not supported."""
-    options = ("hidden_activation", "mlp_hidden_act")
+    options = ("hidden_activation", "mlp_hidden_act", "activation_function")
     name = getattr(hf, next((each for each in options if _has_option(hf, each)), "hidden_act"))
     if name not in ACTIVATION_FUNCTIONS:
         known = ", ".join(ACTIVATION_FUNCTIONS)

@@ -271,6 +271,11 @@ class Decoder(nnx.Module):
         # Rounded to the model's dtype first: the weights were trained with that.
         return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
+    def placed(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Embeddings [..., E] with those of their positions, int32[...], in families that have some."""
+        del positions
+        return x
+
     def __call__(self, inputs: ForwardInput) -> jax.Array:
         config = self.config
         x = self.embed(inputs.token_ids)
@@ -282,6 +287,7 @@ class Decoder(nnx.Module):
                 embeds, *deeper = jnp.split(embeds, num_parts, axis=-1)
             x = jnp.where(is_embed, embeds, x)
             deeper = [jnp.where(is_embed, each, 0) for each in deeper]
+        x = self.placed(x, inputs.positions)
         rotations = {rope: inputs.rotation(rope, x.dtype) for rope in dict.fromkeys(config.ropes)}
         given = zip(self.layers, config.ropes, self.layer_inputs(inputs, x), strict=True)
         for index, (layer, rope, more) in enumerate(given):
@@ -300,6 +306,15 @@ class Decoder(nnx.Module):
         if self.config.recurrent is not None:
             more["recurrence"] = inputs.recurrence
         return [more] * self.config.num_layers
+
+
+def check_length(config: ModelConfig, num_tokens: int) -> None:
+    """Raise ValueError for texts with more tokens than the model has learned positions."""
+    if config.num_positions is not None and num_tokens > config.num_positions:
+        raise ValueError(
+            f"{num_tokens} tokens in a row, but the model has learned {config.num_positions} positions; give shorter "
+            "texts"
+        )
 
 
 class CausalLM(nnx.Module):
@@ -344,7 +359,8 @@ class CausalLM(nnx.Module):
         if self.lm_head is None:
             logits = matmul(hidden, self.model.embed_tokens.weight[...])
         else:
-            logits = self.lm_head.product(hidden)
+            bias = None if self.lm_head.bias is None else self.lm_head.bias[...]
+            logits = self.lm_head.product(hidden, bias=bias)
         scale, cap = self.config.scales.logits, self.config.scales.logits_soft_cap
         if scale is not None:
             logits = logits * scale
@@ -352,9 +368,11 @@ class CausalLM(nnx.Module):
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Logits float32[..., T, V] of int32[..., T] tokens, dense and differentiable; positions are 0 .. T-1 by
-        default.
+        default. Raises ValueError for more tokens than learned positions; given ones that are too large count as the
+        last.
         """
         if positions is None:
+            check_length(self.config, token_ids.shape[-1])
             positions = jnp.broadcast_to(
                 jnp.expand_dims(
                     jnp.arange(token_ids.shape[-1], dtype=jnp.int32), range(token_ids.ndim - 1)

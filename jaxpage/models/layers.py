@@ -134,11 +134,19 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table [V, E]; also the head of models with tied embeddings."""
+    """A table [V, E], of tokens or what `axis` names; also the head of models with tied embeddings."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, init: Initialiser, dtype: jnp.dtype):
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        axis: str = "vocab",
+        init: Initialiser,
+        dtype: jnp.dtype,
+    ):
         shape = (vocab_size, hidden_size)
-        self.weight = param(shape, axes=("vocab", "embed"), init=init, dtype=dtype)
+        self.weight = param(shape, axes=(axis, "embed"), init=init, dtype=dtype)
         self.kernel = embedding.XLA
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
@@ -239,6 +247,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_fast": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }

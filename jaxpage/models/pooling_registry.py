@@ -39,8 +39,10 @@ _SUFFIXES: dict[str, Does] = {
 }
 _REWARD_SUFFIXES = ("ForProcessRewardModel", "ForRewardModel")
 _CAUSAL = "ForCausalLM"
-# Decoders with another name than their generative form.
+_UNUSED = ("lm_head.", "score.")  # prefixes of heads that a decoder's checkpoint may have
+# Decoders with another name than their generative form, and generative forms with another ending.
 _DECODER_NAMES = {"Gemma3Text": "Gemma3"}
+_GENERATIVE = {"GPT2": "GPT2LMHeadModel"}
 
 _BERT_NAMES = {
     "embeddings.LayerNorm.": "embeddings.norm.",
@@ -76,8 +78,9 @@ class Architecture:
 def architecture(hf_config: PretrainedConfig) -> Architecture | None:
     """The architecture in config.json if it can pool, including generative models after conversion; else None."""
     name = (hf_config.architectures or [""])[0]
-    if name.endswith(_CAUSAL) and name in registry.REGISTRY:
-        return Architecture(name, name.removesuffix(_CAUSAL), "embed", False, generates=True)
+    for family in _decoders():
+        if name == _generative(family):
+            return Architecture(name, family, "embed", False, generates=True)
     for suffix, does in _SUFFIXES.items():
         if not name.endswith(suffix):
             continue
@@ -87,20 +90,31 @@ def architecture(hf_config: PretrainedConfig) -> Architecture | None:
                 return None
             return Architecture(name, family, does, True)
         family = _DECODER_NAMES.get(family, family)
-        if family + _CAUSAL in registry.REGISTRY:
+        if _generative(family) in registry.REGISTRY:
             is_reward = suffix in _REWARD_SUFFIXES
             return Architecture(name, family, does, False, is_reward=is_reward)
         return None
     return None
 
 
+def _generative(family: str) -> str:
+    """The name of a decoder's generative form."""
+    return _GENERATIVE.get(family, family + _CAUSAL)
+
+
+def _decoders() -> list[str]:
+    """All families of decoders."""
+    names = {name: family for family, name in _GENERATIVE.items()}
+    names |= {n: n.removesuffix(_CAUSAL) for n in registry.REGISTRY if n.endswith(_CAUSAL)}
+    return [names[name] for name in registry.REGISTRY if name in names]
+
+
 def supported() -> str:
     """The names, for error messages."""
-    families = [
-        *_ENCODERS,
-        *(n.removesuffix(_CAUSAL) for n in registry.REGISTRY if n.endswith(_CAUSAL)),
-    ]
-    return f"{', '.join(families)}, each as ...Model, ...ForSequenceClassification or ...ForTokenClassification"
+    families = ", ".join([*_ENCODERS, *_decoders()])
+    return (
+        f"{families}, each as ...Model, ...ForSequenceClassification or ...ForTokenClassification"
+    )
 
 
 def build(
@@ -204,7 +218,7 @@ def _modernbert(
 def _decoder(
     hf: Any, found: Architecture, dtype: Any, max_model_len: int | None, with_head: bool
 ) -> tuple[PoolingModel, Naming]:
-    family = registry.REGISTRY[found.family + _CAUSAL]
+    family = registry.REGISTRY[_generative(found.family)]
     is_causal = bool(getattr(hf, "is_causal", True))
     if getattr(hf, "use_bidirectional_attention", None):
         is_causal = False
@@ -212,7 +226,7 @@ def _decoder(
         hf.use_bidirectional_attention = False  # here the batch defines the mask
     generating = replace(
         family.config_from_hf(hf, dtype=dtype, max_model_len=max_model_len),
-        architecture=found.family + _CAUSAL,
+        architecture=_generative(found.family),
     )
     if generating.recurrent is not None:
         raise ValueError(
@@ -239,7 +253,7 @@ def _decoder(
         head, heads = RewardHead(config), {"score.0.": "head.dense.", "score.2.": "head.out."}
     elif num_labels:
         head = LinearHead(config, bias=found.does == "token_classify")
-        heads = {"score.": "head.out."}
+        heads = dict.fromkeys(("score.", "classifier."), "head.out.")
     layers = DecoderStates(family.module(generating).model, is_causal=is_causal)
     inside = "layers.decoder."
 
@@ -249,7 +263,7 @@ def _decoder(
             if theirs.startswith(old):
                 return new + theirs.removeprefix(old)
         known = family.tensor_name(theirs)
-        if known is None or known.startswith(("lm_head.", "score.")):
+        if known is None or known.startswith(_UNUSED) or family.is_idle(generating, known):
             return None
         return inside + known.removeprefix("model.")
 

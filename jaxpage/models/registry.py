@@ -45,6 +45,8 @@ from jaxpage.models.gemma4 import (
     gemma4_with_pictures,
 )
 from jaxpage.models.glm import glm4, glm_config
+from jaxpage.models.gpt2 import GPT_2
+from jaxpage.models.gpt_neox import GPT_NEOX
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
 from jaxpage.models.granite import granite_config, granite_moe_config
 from jaxpage.models.granite_hybrid import (
@@ -79,6 +81,7 @@ from jaxpage.models.nemotron_h import (
     nemotron_h_parts,
 )
 from jaxpage.models.olmo import exaone4_config, olmo, post_norm
+from jaxpage.models.phi import PHI
 from jaxpage.models.pixtral import mistral3_pictures_config, mistral3_with_pictures
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
 from jaxpage.models.qwen3_5 import (
@@ -207,6 +210,8 @@ REGISTRY: dict[str, Family] = {
         config_from_hf=glm4_moe_lite_config, weight_map=separate_experts, is_idle=further_layer
     ),
     "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
+    "GPT2LMHeadModel": GPT_2,
+    "GPTNeoXForCausalLM": GPT_NEOX,
     "GptOssForCausalLM": Family(
         config_from_hf=gpt_oss_config, module=gpt_oss, weight_map=gpt_oss_experts
     ),
@@ -256,6 +261,7 @@ REGISTRY: dict[str, Family] = {
     ),
     "OlmoeForCausalLM": Family(config_from_hf=olmoe_config, weight_map=separate_experts),
     "Phi3ForCausalLM": Family(weight_map=fused_projections),
+    "PhiForCausalLM": PHI,
     "Qwen2_5_VLForConditionalGeneration": Family(
         config_from_hf=qwen2_5_vl_config,
         module=qwen2_5_vl,

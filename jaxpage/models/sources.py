@@ -14,13 +14,14 @@ from jaxpage.models.config import ModelConfig
 @dataclass(frozen=True)
 class Source:
     """Rows `start .. stop` of a checkpoint's tensor; all by default. If the rows are `groups` equal groups, one after
-    the other: these rows of each group.
+    the other: these rows of each group. turns: the tensor is [I, O], and its columns are meant; quantised ones are not.
     """
 
     tensor: str
     start: int = 0
     stop: int | None = None
     groups: int = 1
+    turns: bool = False
 
     def rows(self, num_rows: int) -> slice | np.ndarray:
         """The index of these rows in a tensor that has `num_rows`."""

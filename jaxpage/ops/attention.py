@@ -297,7 +297,6 @@ def _own_part(
 ) -> Layer | PoolPart | LatentPool:
     """What a layer has of an array. heads: K and D of the layer, on this device."""
     if spec.value_dim is not None:
-        assert isinstance(pool, jax.Array | jax.ShapeDtypeStruct)
         return LatentPool(pool, spec.value_dim)
     num_kv_heads, head_dim = heads
     slot = math.prod(pool.shape[2:]) * (2 if spec.format == "int4" else 1)

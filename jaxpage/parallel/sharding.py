@@ -13,6 +13,7 @@ EXPERT = TENSOR  # the mesh axis of experts: the same devices; each has all head
 RULES: dict[str, str | None] = {
     "vocab": TENSOR,
     "draft vocab": None,
+    "positions": None,
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "mlp": TENSOR,

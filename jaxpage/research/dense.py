@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpage.models.attention import DenseAttention
-from jaxpage.models.decoder import CausalLM
+from jaxpage.models.decoder import CausalLM, check_length
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.taps import LAST_POINT, tapped
 from jaxpage.research.hooks import Hook, Names, Taps
@@ -33,10 +33,12 @@ def run_with_cache(
     order of their calls; what a function returns replaces the value. Pure, so it may be jitted, differentiated and
     mapped. Pass vectors that hooks use as arguments of the jitted function, to avoid recompiling.
 
-    Raises ValueError for a name that matches no point, and for a hook that returns another shape.
+    Raises ValueError for a name that matches no point, for a hook that returns another shape, and for more tokens than
+    the model has learned positions.
     """
     taps = Taps(module.config, hooks, names)
     token_ids = jnp.asarray(token_ids, jnp.int32)
+    check_length(module.config, token_ids.shape[-1])
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[-1], dtype=jnp.int32), token_ids.shape)
     inputs = ForwardInput(
         token_ids=token_ids,

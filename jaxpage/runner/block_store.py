@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpage.runner.verified_files import VerifiedFiles
 
-FORMAT = b"jaxpage kv block 3"
+FORMAT = b"jaxpage kv block 4"
 
 
 def fingerprint(facts: Iterable[str], arrays: Iterable[np.ndarray]) -> str:

@@ -105,11 +105,12 @@ def hidden_states(
     ropes = tuple(dict.fromkeys(config.ropes))
 
     def begin(constants, token_ids, positions):
-        x = devices.replicated(decoder(constants).embed(token_ids))
+        table = decoder(constants)
+        x = devices.replicated(table.placed(table.embed(token_ids), positions))
         return x, [rope.arrays(positions, x.dtype) for rope in ropes]
 
-    decoder, table = model.part("model")
-    x, arrays = by_tiles(begin, num_tokens, table, batch.token_ids, batch.positions)
+    decoder, weights = model.part("model")
+    x, arrays = by_tiles(begin, num_tokens, weights, batch.token_ids, batch.positions)
     rotations = dict(zip(ropes, arrays, strict=True))
     lens = jnp.where(is_token, batch.positions + 1, 0)
     pool = list(kv_pool)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,9 +30,9 @@ from jaxpage.weights.quantized_layers import QuantizedPart, forget, parts_of, qu
 from jaxpage.weights.restore import loading_bar, restore
 from jaxpage.weights.safetensors import INDEX, SINGLE, StoredTensor, open_checkpoint
 from jaxpage.weights.spec import FLOATS, ParamSpec, listed, specs, variables
-from jaxpage.weights.stored import BLOCKS, Stored, stored_parameter, tensors_of
+from jaxpage.weights.stored import BLOCKS, Stored, Turned, stored_parameter, tensors_of
 
-Tensor = StoredTensor | QuantizedTensor
+Tensor = StoredTensor | QuantizedTensor | Turned
 Tensors = dict[str, Tensor]
 Model = TypeVar("Model", bound=CausalLM | PoolingModel)
 
@@ -102,7 +102,7 @@ def open_safetensors(
         stored[_EMBEDDING] = stored.pop(_HEAD)  # as transformers does
     places = {path: renamed.get(path, Source(path)) for path in wanted}
     how = quantization_config_in(folder) if hf_config is None else quantization_config_of(hf_config)
-    stored = with_quantized(stored, _quantization(how, renamed.values()))
+    stored = _turned(with_quantized(stored, _quantization(how, renamed.values())), places.values())
     parts: dict[str, QuantizedPart] = {}
     for paths in quantized_weights(wanted):
         parts |= parts_of(paths, places[paths.data], wanted, stored)
@@ -122,6 +122,19 @@ def open_safetensors(
     if _HEAD not in wanted and _HEAD in stored:
         _check_tied(stored)
     return found
+
+
+def _turned(
+    stored: Mapping[str, StoredTensor | QuantizedTensor], places: Iterable[Place]
+) -> Tensors:
+    """The tensors with those that are stored [I, O] as [O, I]."""
+    names = {each.tensor for each in places if isinstance(each, Source) and each.turns}
+    return {
+        name: Turned(tensor)
+        if name in names and isinstance(tensor, StoredTensor) and len(tensor.shape) == 2
+        else tensor
+        for name, tensor in stored.items()
+    }
 
 
 def _array(spec: ParamSpec, stored: Stored, mesh: Mesh | None) -> jax.Array:

@@ -25,7 +25,6 @@ _REFUSED = {
     "target_parameters": "only linear layers can be adapted",
     "layer_replication": "the model would have other layers; merge the adapter into the model",
     "alora_invocation_tokens": "the adapter would begin in the middle of a prompt",
-    "fan_in_fan_out": "weights are stored [out, in] here, so it must be False",
     "use_qalora": "QALoRA pools the inputs; merge the adapter into the model",
     "use_bdlora": "block-diagonal factors are stored in another way; merge the adapter into the model",
     "arrow_config": "a router would choose among adapters",

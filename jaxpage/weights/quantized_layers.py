@@ -28,8 +28,8 @@ from jaxpage.models.sources import Place, Source, Stacked
 from jaxpage.parallel.sharding import sharding
 from jaxpage.weights.quantization import Quantization, WeightFormat
 from jaxpage.weights.quantized import Index, QuantizedTensor, unpacked
-from jaxpage.weights.safetensors import StoredTensor
 from jaxpage.weights.spec import ParamSpec
+from jaxpage.weights.stored import Stored
 from pallas_kernels.quant_matmul.quantized import FP8, MIDDLE
 
 _ADVICE = 'check that config.json belongs to the weights, or pass quantization="dequantize"'
@@ -249,7 +249,7 @@ def parts_of(
     paths: QuantizedPaths,
     place: Place,
     wanted: Mapping[str, ParamSpec],
-    stored: Mapping[str, StoredTensor | QuantizedTensor],
+    stored: Mapping[str, Stored],
 ) -> Iterator[tuple[str, QuantizedPart]]:
     """The parameters of such a weight by path, whose tensors are at `place`. Raises ValueError if the checkpoint does
     not fit.

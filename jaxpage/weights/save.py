@@ -182,20 +182,21 @@ def _tensors(arrays: Arrays, config: ModelConfig) -> dict[str, Tensor]:
         if isinstance(place, Stacked) and place.turns:
             # transformers, and so `weights.stored`, turns what has another shape than the parameter.
             turns = array.shape[1] != array.shape[2]
-            tensors[path] = [Part(array, (), Rearranged(path, alternates=False, turns=turns))]
+            place = Rearranged(path, alternates=False, turns=turns)
+            tensors[path] = [Part(array, rearranged=place)]
         elif isinstance(place, Stacked) and place.whole is not None:
             tensors[place.whole] = [Part(array)]
         elif isinstance(place, Stacked):
             tensors |= _parts_of_experts(array, place)
         elif isinstance(place, Rearranged):
-            tensors[place.tensor] = [Part(array, (), place)]
+            tensors[place.tensor] = [Part(array, rearranged=place)]
         else:
             tensors[place.tensor] = []  # a placeholder, to keep it beside its layer's tensors
             rows.setdefault(place.tensor, []).append((place, array))
     for name, parts in rows.items():
         parts.sort(key=lambda part: part[0].start)
         tensors[name] = [
-            Part(array, _rows_of(array, group, place.groups))
+            Part(array, _rows_of(array, group, place.groups), place.turns)
             for group in range(parts[0][0].groups)
             for place, array in parts
         ]
@@ -220,10 +221,13 @@ def _parts_of_experts(array: Any, place: Stacked) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """`array[index]`, or the whole array, stored as `rearranged` says."""
+    """`array[index]`, or the whole array, stored as `rearranged` says. turns: the tensor that it is a part of is
+    stored [I, O].
+    """
 
     array: Any
     index: tuple[int | slice, ...] = ()
+    turns: bool = False
     rearranged: Rearranged | None = None
 
     @property
@@ -260,13 +264,15 @@ def _files(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     yield file
 
 
+def _joined(parts: Tensor, host: dict[int, np.ndarray]) -> np.ndarray:
+    whole = np.concatenate([part.read(host) for part in parts])
+    return whole.T if parts[0].turns else whole
+
+
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     host: dict[int, np.ndarray] = {}
     # The library ignores strides and writes memory in its order.
-    values = {
-        name: np.ascontiguousarray(np.concatenate([part.read(host) for part in parts]))
-        for name, parts in tensors.items()
-    }
+    values = {name: np.ascontiguousarray(_joined(parts, host)) for name, parts in tensors.items()}
     try:
         save_file(values, path, metadata={"format": "pt"})
     except SafetensorError as error:  # whatever the system said, such as that the disk is full

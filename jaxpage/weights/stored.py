@@ -73,6 +73,29 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Turned:
+    """[O, I] of a tensor [I, O]."""
+
+    tensor: Stored
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape[::-1]
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        rows, columns = (slice(*each) for each in _bounds(index, self.shape))
+        return self.tensor.read((columns, rows)).T
+
+
+@dataclass(frozen=True)
 class Stack:
     """Entry x consists of the rows of the tensors `parts[x]`, concatenated. All entries have equal shapes."""
 

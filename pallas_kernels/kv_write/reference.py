@@ -34,8 +34,11 @@ def write_kv(
     `PoolPart` nothing else is written. A `LatentPool` has keys alone. V is D, except that of a `LatentPool`.
     """
     if isinstance(pool, LatentPool):
-        keys = _as(pool.slots_of(k), pool.pool.dtype)
-        return replace(pool, pool=_put(pool.pool, keys, slot_mapping))
+        slots, keys = pool.pool, pool.slots_of(k)
+        if isinstance(slots, QuantizedPool):
+            data, _ = quantize(keys, slots.format, None)
+            return replace(pool, pool=replace(slots, data=_put(slots.data, data, slot_mapping)))
+        return replace(pool, pool=_put(slots, _as(keys, slots.dtype), slot_mapping))
     if isinstance(pool, PoolPart):
         written = write_kv(pool.own(pool.pool), k, v, slot_mapping)
         return replace(pool, pool=_with_part(pool, written))

@@ -88,6 +88,8 @@ def unsupported_reason(
 
 def _unsupported_latents(num_heads: int, pool: LatentPool) -> str | None:
     width, value_dim = pool.shape[3], pool.value_dim
+    if isinstance(pool.pool, QuantizedPool):
+        return f"latents are {pool.pool.format}, and the kernel reads those of bfloat16 or float16"
     if width % 64 or width > MOST_WIDTH:
         return f"latents of {width} columns are no multiple of 64 up to {MOST_WIDTH}"
     if value_dim % 128 or value_dim > min(width, MOST_VALUES):

@@ -159,6 +159,7 @@ class Source:
         num_blocks, block_size, heads, width = pool.shape
         slots = num_blocks * block_size
         if isinstance(pool, LatentPool):
+            assert not isinstance(pool.pool, QuantizedPool)
             arrays = PoolArrays(pool.pool.reshape(slots, width))
             return cls(arrays, None, block_size, width, value_dim=pool.value_dim)
         if isinstance(pool, PoolPart):

@@ -27,6 +27,7 @@ from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.paged_attention import tpu_layout as layout
 from pallas_kernels.paged_attention.tpu_attend import Attend
+from pallas_kernels.paged_attention.tpu_fp8 import unit_of
 from pallas_kernels.paged_attention.tpu_shape import VMEM_BYTES, Pool, Shape, TileSizes, write_sizes
 from pallas_kernels.paged_attention.tpu_tile import Scratch, scratch_shapes
 from pallas_kernels.paged_attention.tpu_work import (
@@ -74,6 +75,7 @@ def paged_attention(
         *(q, pool, num_kv_heads, block_table.shape[1]),
         sizes=sizes,
         mask=(scale, window, soft_cap),
+        unit=unit_of(whole(pool)),
     )
     shape, value_dim = shape_of(one_query_per_row=one_query_per_row), q.shape[2]
     if isinstance(pool, LatentPool):

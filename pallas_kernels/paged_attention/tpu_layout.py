@@ -26,6 +26,7 @@ from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool, quantize
 from pallas_kernels.mosaic_tpu import LANES
+from pallas_kernels.paged_attention.tpu_fp8 import stored_bits
 from pallas_kernels.paged_attention.tpu_shape import (
     VMEM_BYTES,
     Pool,
@@ -93,12 +94,9 @@ def unsupported_reason(
         if reason := _why_no_part(given, width):
             return reason
     elif isinstance(given, LatentPool):
+        if reason := _why_no_latents(pool, num_kv_heads):
+            return reason
         width = pool.shape[2]
-        if width % LANES or num_kv_heads != 1:
-            return (
-                f"the TPU kernel reads latents as one KV head and in multiples of {LANES} lanes; there are "
-                f"{num_kv_heads} KV heads, and the pool is {list(pool.shape)}"
-            )
     elif len(pool.shape) != 3 or pool.shape[2] != width or width % LANES:
         return (
             f"the TPU kernel reads a pool [num_blocks, block_size, {width}] for {num_kv_heads} KV heads of {head_dim}, "
@@ -130,6 +128,18 @@ def _why_no_part(part: PoolPart, width: int) -> str | None:
         return (
             f"the TPU kernel reads part {part.index} of {width} lanes, which must be a multiple of {LANES}, of a pool "
             f"[num_blocks, block_size, lanes]; the pool is {list(pool.shape)}"
+        )
+    return None
+
+
+def _why_no_latents(pool: Pool, num_kv_heads: int) -> str | None:
+    """The same, of latents."""
+    if isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
+        return f"the TPU kernel reads no latents in {pool.format}; fp8_e4m3 and fp8_e5m2 have no scales"
+    if pool.shape[2] % LANES or num_kv_heads != 1:
+        return (
+            f"the TPU kernel reads latents as one KV head and in multiples of {LANES} lanes; there are "
+            f"{num_kv_heads} KV heads, and the pool is {list(pool.shape)}"
         )
     return None
 
@@ -185,7 +195,7 @@ def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[tuple
     num_tokens = k.shape[0]
     is_quantized = isinstance(pool, QuantizedPool)
     if shape.is_of_latents:
-        new = [(k.reshape(num_tokens, -1),)]
+        new = [tuple(_quantized(shape, k, pool) if is_quantized else [k.reshape(num_tokens, -1)])]
     elif k[0].size % LANES == 0 and not is_quantized:
         new = [(k.reshape(num_tokens, -1), v.reshape(num_tokens, -1))]
     else:
@@ -206,10 +216,12 @@ def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[tuple
 
 
 def _quantized(shape: Shape, kv: jax.Array, pool: QuantizedPool) -> list[jax.Array]:
-    """[T, K, 2, D] as a quantised pool stores it: [T, width], and [scale_rows*K, T] if it has scales."""
+    """[T, K, 2, D], or latents [T, 1, D], as a quantised pool stores them: [T, width], and [scale_rows*K, T] if it has
+    scales.
+    """
     stored = None if pool.scale_zero is None else pool.scale_zero.dtype
     data, scale_zero = quantize(kv, pool.format, stored)
-    new = [data.reshape(kv.shape[0], -1)]
+    new = [stored_bits(data, shape.unit).reshape(kv.shape[0], -1)]
     if scale_zero is not None:
         of_heads = scale_zero.reshape(kv.shape[0], -1, 2)
         new.append(_scales_of_slots(of_heads, shape.scale_rows).T)

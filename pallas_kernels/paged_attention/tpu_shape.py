@@ -77,6 +77,7 @@ class Shape:
     # Of a pool of latents: a slot is one key, whose first elements are the value, so there is one KV head. The query
     # heads are divided into `num_kv_heads` shares, each computed as if it had a KV head of its own.
     value_dim: int | None = None
+    unit: float = 1.0  # of the numbers that the MXU reads, see `tpu_fp8.py`
 
     @property
     def is_of_latents(self) -> bool:
@@ -242,9 +243,8 @@ class Shape:
         if self.tile_q > 1:
             return 1
         of_tile = self.tile_kv * self.width * self.pool_dtype.itemsize
-        wanted = max(1, round(FETCH_BYTES / of_tile))
-        # A power of two, since fetches are counted by shifts.
-        return min(MOST_TILES, 1 << (wanted.bit_length() - 1))
+        # The nearest power of two, since fetches are counted by shifts.
+        return min(MOST_TILES, 1 << max(0, round(math.log2(FETCH_BYTES / of_tile))))
 
     @property
     def fetch_kv(self) -> int:
@@ -314,6 +314,7 @@ def shape_of(
     sizes: TileSizes,
     mask: tuple[float, int | None, float | None] = (1.0, None, None),
     one_query_per_row: bool = False,
+    unit: float = 1.0,
 ) -> Shape:
     """The shape of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with
     prompts; 1 where rows have one query. Of a `LatentPool` heads are as wide as its slots.
@@ -349,6 +350,7 @@ def shape_of(
         mask=mask,
         sizes=sizes,
         value_dim=value_dim,
+        unit=unit,
     )
     if part is not None and shape.width < pool.shape[2]:
         shape = replace(shape, first_lane=part * shape.width)

@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.kv_write.quantized import FLOATS
 from pallas_kernels.mosaic_tpu import LANES, repeat, wide
 from pallas_kernels.paged_attention import tpu_spread
+from pallas_kernels.paged_attention.tpu_fp8 import stored_float
 from pallas_kernels.paged_attention.tpu_shape import (
     QUERY_BUFFERS,
     Shape,
@@ -233,11 +234,14 @@ def _in_own_lanes(shape: Shape, queries: jax.Array) -> list[jax.Array]:
 
 
 def _planes(shape: Shape, data: jax.Array) -> list[jax.Array]:
-    """What the MXU multiplies of stored values [B, W]: for int8 and int4 the integers, whose scales come later."""
+    """What the MXU multiplies of stored values [B, W]: for int8 and int4 the integers, whose scales come later; of fp8
+    the bits, see `tpu_fp8.py`.
+    """
     if shape.format is None:
         return [data]
     if shape.format in FLOATS:
-        return [pltpu.bitcast(data, FLOATS[shape.format]).astype(shape.dtype)]
+        values = pltpu.bitcast(data, stored_float(shape.format, shape.unit))
+        return [values if shape.dtype == jnp.bfloat16 else values.astype(shape.dtype)]
     if shape.format == "int8":
         return [data.astype(jnp.int32).astype(jnp.float32).astype(shape.dtype)]
     words = pltpu.bitcast(data, jnp.uint32)
@@ -267,11 +271,11 @@ def _dot(shape: Shape, x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
 
 
 def _scores(shape: Shape, queries, keys, factors, visible) -> jax.Array:
-    """[A, B], without the scale that `_power` knows. queries: [A, W'] by planes.
+    """[A, B], without the scales that `_power` knows. queries: [A, W'] by planes.
 
     With k = (n - z) s for stored n, zero z and scale s, q.k = s (q.n - z sum(q)).
     """
-    scale, _, soft_cap = shape.mask
+    soft_cap = shape.mask[2]
     scores = reduce(add, (_dot(shape, queries[plane], x, 1) for plane, x in enumerate(keys)))
     if factors is not None:
         sums = sum(
@@ -280,14 +284,17 @@ def _scores(shape: Shape, queries, keys, factors, visible) -> jax.Array:
         )
         scores = (scores - sums * factors[1]) * factors[0]
     if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
+        scores = soft_cap * jnp.tanh(scores * (_scale(shape) / soft_cap))
     return scores if visible is None else jnp.where(visible, scores, MASK)
 
 
 def _exponent(shape: Shape) -> float:
     """What a score is multiplied by to be a power of 2."""
-    scale, _, soft_cap = shape.mask
-    return LOG2E * (scale if soft_cap is None else 1.0)
+    return LOG2E * (_scale(shape) if shape.mask[2] is None else 1.0)
+
+
+def _scale(shape: Shape) -> float:
+    return shape.mask[0] * shape.unit
 
 
 def _power(shape: Shape, difference: jax.Array) -> jax.Array:
@@ -365,12 +372,12 @@ def finish(shape: Shape, sinks_ref, scratch: Scratch, put: Callable) -> None:
             scratch.top[stack][:, :1],
             scratch.total[stack].sum(axis=1, keepdims=True),
         )
-        factor = 1.0 / total
+        factor = shape.unit / total
         if sinks_ref is not None:
             top, sink = top * _exponent(shape), sinks_ref[stack] * LOG2E
             new_top = jnp.maximum(top, sink)
             rescale = jnp.exp2(top - new_top)
-            factor = rescale / (total * rescale + jnp.exp2(sink - new_top))
+            factor = shape.unit * rescale / (total * rescale + jnp.exp2(sink - new_top))
         for plane in range(shape.num_planes):
             put(stack, plane, scratch.acc[stack, plane] * factor)
 

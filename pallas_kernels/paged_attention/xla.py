@@ -261,9 +261,13 @@ def _read_tile(pool, blocks, valid, head_dim, dtype):
 
 def _read_latents(array, blocks, valid, head_dim, dtype):
     """The same of a pool of keys, which are the values too. On a TPU, blocks as flat rows would be a copy of it."""
-    keys = array.at[blocks.reshape(-1)].get(mode="clip")[..., :head_dim]
-    keys = jnp.where(valid[..., None], keys.reshape(*valid.shape, head_dim), 0)
-    keys = from_storage(lax.optimization_barrier(keys), dtype)[:, None]
+
+    def read(x):
+        keys = x.at[blocks.reshape(-1)].get(mode="clip")[..., :head_dim]
+        return jnp.where(valid[..., None], keys.reshape(*valid.shape, head_dim), 0)
+
+    stored = lax.optimization_barrier(jax.tree.map(read, array))
+    keys = from_storage(stored, dtype)[:, None]
     return keys, keys
 
 

@@ -1,5 +1,5 @@
-"""Steps of models with multi-head latent attention and experts: DeepSeek-V2-Lite, and one of its sizes as of
-DeepSeek-V3, whose MTP layer drafts. Each with four layers.
+"""Steps of models with multi-head latent attention and experts: DeepSeek-V2-Lite, also with its KV in 8 bits, and one
+of its sizes as of DeepSeek-V3, whose MTP layer drafts. Each with four layers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ LAYERS = 4
 V2_LITE = DEEPSEEK_V2_LITE | {"num_hidden_layers": LAYERS}
 MODELS = {
     "V2-Lite": V2_LITE,
+    "V2-Lite fp8": V2_LITE,
     "MTP": V2_LITE
     | {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -42,6 +43,7 @@ PLACES = (
     Place("v6e:2x2", 1, "V2-Lite"),
     Place("v5e:2x2", 4, "V2-Lite"),
     Place("v6e:2x2", 4, "MTP"),
+    Place("tpu7x:2x2x1", 4, "V2-Lite fp8"),
     Place("h200", 1, "V2-Lite"),
 )
 TARGETS = tuple(place.name for place in PLACES)
@@ -54,8 +56,10 @@ def programs(target: str) -> Iterator[Program]:
     place, options = PLACES[TARGETS.index(target)], {}
     if place.whole == "MTP":
         options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 3}
+    elif place.whole.endswith("fp8"):
+        options["kv_cache_dtype"] = "fp8"
     job, names = largest_steps(place, MODELS[place.whole], **options)
-    if options:
+    if place.whole == "MTP":
         names.append(draft_name(job.spec.config.max_num_seqs))
     for name in names:
         yield Program(
@@ -71,6 +75,8 @@ def _look(
 ) -> dict[str, Any]:
     """Also how often the results of one of each token's experts are taken out of those of all."""
     text, size = compiled.as_text() or "", V2_LITE["hidden_size"]
-    return look(job, place.whole, name, compiled, log) | {
-        "slices_of_experts": len(re.findall(rf"f32\[\d+,1,{size}\]", text))
-    }
+    found = look(job, place.whole, name, compiled, log)
+    if job.spec.pool.format is not None:  # the pool's bytes were counted in the dtype of the model
+        itemsize = job.spec.pool.dtype.itemsize
+        found |= {each: found[each] // itemsize for each in ("pool_bytes", "array_bytes")}
+    return found | {"slices_of_experts": len(re.findall(rf"f32\[\d+,1,{size}\]", text))}

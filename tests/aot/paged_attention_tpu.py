@@ -78,6 +78,7 @@ CALLS = (
     replace(_LLAMA_8B, name="llama-8b-int8-decode", format="int8", num_tokens=64),
     replace(_LLAMA_8B, name="llama-8b-int4", format="int4"),
     replace(_LLAMA_8B, name="llama-8b-fp8-e4m3", format="fp8_e4m3"),
+    replace(_LLAMA_8B, name="llama-8b-fp8-e4m3-decode", format="fp8_e4m3", num_tokens=64),
     replace(_LLAMA_8B, name="llama-8b-fp8-e5m2-decode", format="fp8_e5m2", num_tokens=64),
     _F32,
     replace(_LLAMA_8B, name="full-scalar-memory", num_rows=464, max_model_len=131072),
@@ -97,6 +98,8 @@ CALLS = (
     replace(_GEMMA_4_31B, name="gemma-4-31b-decode", num_tokens=64),
     _DEEPSEEK_V3,
     replace(_DEEPSEEK_V3, name="deepseek-v3-of-tp8-decode", num_tokens=64),
+    replace(_DEEPSEEK_V3, name="deepseek-v3-of-tp8-fp8", format="fp8_e4m3"),
+    replace(_DEEPSEEK_V3, name="deepseek-v3-of-tp8-fp8-decode", format="fp8_e4m3", num_tokens=64),
     replace(_DEEPSEEK_V3, name="deepseek-v3", num_heads=128),
     replace(_DEEPSEEK_V3, name="deepseek-v3-decode", num_heads=128, num_tokens=64),
     # Heads that fill no registers with a token's queries.

@@ -33,8 +33,10 @@ CALLS = {
         "llama-8b-decode",
         "llama-8b-int8",
         "llama-8b-int8-decode",
+        "llama-8b-fp8-e4m3-decode",
         "deepseek-v3-of-tp8",
         "deepseek-v3-of-tp8-decode",
+        "deepseek-v3-of-tp8-fp8-decode",
     ),
     "quant_matmul": (
         "int8-8x3584x37888",

@@ -248,6 +248,16 @@ def test_a_family_whose_checkpoints_join_projections(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_family_with_names_of_its_own(tmp_path):
+    """Phi-2."""
+    kinds = [
+        {"rank": 4, "targets": ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")},
+        {"rank": 3, "targets": ("fc1",)},
+    ]
+    check_family(Adapted(tmp_path, "phi", 0, kinds, dense_families.build))
+
+
+@pytest.mark.slow
 def test_a_family_whose_mlp_has_no_gate(tmp_path):
     """StarCoder 2, with biases."""
     kinds = [
@@ -255,6 +265,27 @@ def test_a_family_whose_mlp_has_no_gate(tmp_path):
         {"rank": 3, "targets": ("c_proj",)},
     ]
     check_family(Adapted(tmp_path, "starcoder2", 0, kinds, dense_families.build))
+
+
+@pytest.mark.slow
+def test_a_family_with_rows_of_each_head_in_one_tensor(tmp_path):
+    """GPT-NeoX has one pair of halves for q, k and v, whose rows take turns by head."""
+    joined = "query_key_value"
+    kinds = [
+        {"rank": 4, "targets": (joined, "dense", "dense_h_to_4h", "dense_4h_to_h")},
+        {"rank": 3, "targets": (joined,)},
+    ]
+    check_family(Adapted(tmp_path, "gpt_neox", 0, kinds, dense_families.build))
+
+
+@pytest.mark.slow
+def test_a_family_with_transposed_weights(tmp_path):
+    """GPT-2, where PEFT sets `fan_in_fan_out`, on which its halves do not depend."""
+    kinds = [
+        {"rank": 4, "targets": ("c_attn", "c_proj", "c_fc"), "fan_in_fan_out": True},
+        {"rank": 3, "targets": ("c_attn",), "fan_in_fan_out": True},
+    ]
+    check_family(Adapted(tmp_path, "gpt2", 0, kinds, dense_families.build))
 
 
 @pytest.mark.slow

@@ -66,7 +66,10 @@ def test_the_scores_of_a_prompt_do_not_depend_on_chunks(path):
     "family",
     [
         "gemma3",
-        *(pytest.param(f, marks=pytest.mark.deep) for f in ("cohere2", "olmo3", "ministral3")),
+        *(
+            pytest.param(f, marks=pytest.mark.deep)
+            for f in ("cohere2", "olmo3", "ministral3", "gpt2")
+        ),
     ],
 )
 def test_families(family, tmp_path):

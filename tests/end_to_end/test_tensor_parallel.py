@@ -43,7 +43,8 @@ RECURRENT = (
     *("lfm2", "lfm2_moe", "falcon_h1"),
 )
 NOT_OF_RECURRENT = ("swapped",)
-# Of families with multi-head latent attention, whose pools are not quantised.
+# Of families with multi-head latent attention, whose pools are not quantised to integers. Of those in 8-bit floats
+# there is a test in `test_quantised_latents.py`.
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 NOT_OF = dict.fromkeys(RECURRENT, NOT_OF_RECURRENT) | dict.fromkeys(LATENT, ("quantised pool",))
 PROMPT_LENS, MAX_TOKENS, BEAM_TOKENS = (1, 30, 7, 64, 90, 30, 11), 24, 9

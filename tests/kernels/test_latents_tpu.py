@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.ops.attention import Heads, PagedAttention, choose, describe
 from jaxpage.parallel.heads import share_heads
 from pallas_kernels.kv_write.latents import LatentPool
+from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.mosaic_tpu import LANES
 from pallas_kernels.paged_attention import cases, reference, tpu_layout
@@ -32,13 +34,19 @@ HEAD_DIM, VALUE_DIM, WIDTH = (
 
 
 def arguments(case: cases.Case, value_dim: int) -> dict:
-    """Slots with a token have zeros behind their key, all others NaN."""
-    arrays = on_tpu.arrays_of(case)
+    """Slots with a token have zeros behind their key, all others NaN. The case's format is of 8-bit floats."""
+    arrays = on_tpu.arrays_of(replace(case, format=None))
     keys = np.asarray(arrays["pool"])[:, :, 0]
     is_token = ~np.isnan(np.asarray(keys[..., :1], np.float32))
     behind = np.where(is_token, 0, np.nan).astype(keys.dtype)
     behind = np.repeat(behind, WIDTH - HEAD_DIM, axis=2)
     pool = np.concatenate([keys, behind], axis=2)
+    if case.format is not None:
+        limit = float(jnp.finfo(FLOATS[case.format]).max)
+        rounded = np.clip(pool.astype(np.float32), -limit, limit).astype(FLOATS[case.format])
+        bits = np.where(rounded == 0, 0, rounded.view(np.uint8))
+        data = on_tpu.as_stored(bits.astype(np.uint8), case.format)
+        pool = QuantizedPool(data=data, scale_zero=None, format=case.format)
     return arrays | {"pool": pool, "v": arrays["k"][..., :value_dim]}
 
 
@@ -46,12 +54,13 @@ def check(
     case: cases.Case, *, value_dim: int = VALUE_DIM, one_query_per_row: bool = False, **static
 ) -> None:
     case = replace(case, num_kv_heads=1, head_dim=HEAD_DIM)
-    case = replace(case, block_size=max(case.block_size, 32 // jnp.dtype(case.dtype).itemsize))
+    least = 32 if case.format else 32 // jnp.dtype(case.dtype).itemsize
+    case = replace(case, block_size=max(case.block_size, least))
     arrays = arguments(case, value_dim)
     static |= on_tpu.static_of(case)
     q, k, v, slots = (arrays[name] for name in ("q", "k", "v", "slot_mapping"))
     rows = [arrays[name] for name in ("block_table", "kv_lens", "query_starts")]
-    pool = LatentPool(jnp.asarray(arrays["pool"]), value_dim)
+    pool = LatentPool(jax.tree.map(jnp.asarray, arrays["pool"]), value_dim)
     written = write_kv(pool, k, v, slots)
     definition = jax.jit(partial(reference.paged_attention, **static))
     expected = np.asarray(definition(q, written, *rows), np.float32)
@@ -64,7 +73,8 @@ def check(
     np.testing.assert_allclose(out, expected[: len(out)], atol=tolerance, rtol=tolerance)
     blocks = np.unique(np.asarray(arrays["block_table"]))  # the null block is nobody's
     own = blocks[blocks > 0]
-    assert_same(after[own], written.pool[own])
+    of_blocks = [jax.tree.map(lambda x: x[own], each) for each in (after, written.pool)]
+    assert_same(*of_blocks)
 
 
 MIXED = cases.Case(name="", query_lens=(1, 20, 0, 3), kv_lens=(70, 40, 0, 33), num_heads=8)
@@ -103,20 +113,45 @@ def test_rows_of_several_fetches_and_parts_of_one():
 
 
 @pytest.mark.slow
-def test_a_soft_cap_and_a_window_are_as_of_other_pools():
-    check(replace(MIXED, window=20, soft_cap=5.0))
+@pytest.mark.parametrize("format", [None, "fp8_e4m3"])
+def test_a_soft_cap_and_a_window_are_as_of_other_pools(format):
+    check(replace(MIXED, window=20, soft_cap=5.0, format=format))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one_query_per_row", [False, True])
+@pytest.mark.parametrize("format", FLOATS)
+def test_latents_in_8_bits(format, one_query_per_row):
+    """Of decoding rows several tiles at once."""
+    case = MIXED
+    if one_query_per_row:
+        case = replace(DECODE, kv_lens=(4100, 513, 31))
+    check(
+        replace(case, dtype="bfloat16", format=format),
+        one_query_per_row=one_query_per_row,
+        value_dim=VALUE_DIM if one_query_per_row else 96,
+    )
 
 
 def test_what_the_kernel_cannot_read_is_named():
     q = jax.ShapeDtypeStruct((1, 16, 576), jnp.bfloat16)
 
-    def reason(width: int, num_kv_heads: int = 1, q=q) -> str | None:
-        pool = LatentPool(jax.ShapeDtypeStruct((9, 128, width), jnp.bfloat16), 512)
-        return tpu_layout.unsupported_reason(q, pool, num_kv_heads, (64, 32))
+    def reason(width: int, num_kv_heads: int = 1, q=q, pool: Any = None) -> str | None:
+        pool = pool or jax.ShapeDtypeStruct((9, 128, width), jnp.bfloat16)
+        return tpu_layout.unsupported_reason(q, LatentPool(pool, 512), num_kv_heads, (64, 32))
 
     assert reason(640) is None
     assert "in multiples of 128 lanes" in str(reason(576))
     assert "there are 2 KV heads" in str(reason(640, 2))
+    bits = jax.ShapeDtypeStruct((9, 128, 640), jnp.uint8)
+    scales = jax.ShapeDtypeStruct((9, 4, 128), jnp.bfloat16)
+    for format in FLOATS:
+        in_floats: Any = QuantizedPool(data=bits, scale_zero=None, format=format)
+        assert reason(640, pool=in_floats) is None
+        small = replace(in_floats, data=bits.update(shape=(9, 16, 640)))
+        assert "at least 32 for this pool, not 16" in str(reason(640, pool=small))
+    in_integers: Any = QuantizedPool(data=bits, scale_zero=scales, format="int8")
+    assert "the TPU kernel reads no latents in int8" in str(reason(640, pool=in_integers))
     many = str(reason(640, q=q.update(shape=(1, 512, 576))))
     assert "with 512 query heads of 576 that read one latent" in many
     assert many.endswith("; raise tensor_parallel_size")
@@ -150,6 +185,10 @@ def test_a_kernel_is_chosen_on_tpus_and_on_hopper_gpus(monkeypatch):
     assert describe(choice.name, choice.reason).startswith(
         "the kernel for Hopper GPUs; prompts in plain XLA: their kernel reads keys and values"
     )
+    choice = choose(replace(spec, format="fp8_e4m3"), hopper, heads=HEADS, table=(4, 9))
+    assert choice.name == "xla" and "latents are fp8_e4m3" in str(choice.reason)
+    blocks = replace(BFLOAT16, format="fp8_e4m3", block_size=32)
+    assert choose(blocks, tpu, heads=HEADS, table=(4, 9)).name == "tpu"
     many = (Heads(share_heads(128, 1, 1), 576),)
     choice = choose(spec, hopper, heads=many, table=(4, 9))
     assert choice.name == "xla"

@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention import (
     cases,
     reference,
     tpu,
+    tpu_fp8,
     tpu_lanes,
     tpu_layout,
     tpu_shape,
@@ -82,6 +83,8 @@ def arrays_of(case: Case) -> dict:
     if isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
         if pool.scale_zero.dtype == jnp.uint16:
             arrays["pool"] = replace(pool, scale_zero=pool.scale_zero.view(jnp.bfloat16))
+    if isinstance(pool, QuantizedPool):
+        arrays["pool"] = replace(arrays["pool"], data=as_stored(pool.data, pool.format))
     rng = np.random.default_rng(1)
     shape = (arrays["q"].shape[0], case.num_kv_heads, case.head_dim)
     dtype = jnp.dtype(case.dtype)
@@ -89,6 +92,12 @@ def arrays_of(case: Case) -> dict:
     arrays["sinks"] = rng.standard_normal(case.num_heads).astype(np.float32)
     arrays["slot_mapping"] = slots_of(case, arrays)
     return arrays
+
+
+def as_stored(data: np.ndarray, format: str) -> np.ndarray:
+    """Bits of a pool with NaN where the kernel reads NaN, see `tpu_fp8.py`."""
+    is_nan = (data & 0x7F == 0x7F) & (format == "fp8_e4m3")
+    return np.where(is_nan, np.uint8(tpu_fp8.NAN), data)
 
 
 def slots_of(case: Case, arrays: dict) -> np.ndarray:
@@ -111,8 +120,9 @@ def bucketed(arrays: dict, *, num_tokens: int = TOKENS) -> dict:
         return np.pad(x, widths + [(0, 0)] * (x.ndim - len(sizes)), **options)
 
     padded = {name: pad(arrays[name], num_tokens) for name in ("q", "k", "v", "slot_mapping")}
+    format = getattr(arrays["pool"], "format", None)
     return padded | {
-        "pool": jax.tree.map(partial(pad_blocks, num_blocks=BLOCKS), arrays["pool"]),
+        "pool": jax.tree.map(partial(pad_blocks, num_blocks=BLOCKS, format=format), arrays["pool"]),
         "block_table": pad(arrays["block_table"], ROWS, BLOCKS_PER_ROW),
         "kv_lens": pad(arrays["kv_lens"], ROWS),
         "query_starts": pad(arrays["query_starts"], ROWS + 1, mode="edge"),
@@ -120,8 +130,10 @@ def bucketed(arrays: dict, *, num_tokens: int = TOKENS) -> dict:
     }
 
 
-def pad_blocks(x, *, num_blocks):
-    value = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0xFF  # NaN as fp8 too
+def pad_blocks(x, *, num_blocks, format=None):
+    value = jnp.nan
+    if x.dtype == jnp.uint8:
+        value = tpu_fp8.NAN if format == "fp8_e4m3" else 0xFF
     return np.pad(x, [(0, num_blocks - x.shape[0])] + [(0, 0)] * 3, constant_values=value)
 
 
@@ -215,7 +227,8 @@ class TestTPU(PagedAttentionTests):
 
 
 @pytest.mark.slow
-def test_quantised_with_a_window_a_soft_cap_and_sinks():
+@pytest.mark.parametrize("format", ["int4", "fp8_e4m3"])
+def test_quantised_with_a_window_a_soft_cap_and_sinks(format):
     """Rows that end before, with and behind a block."""
     case = Case(
         name="",
@@ -225,7 +238,7 @@ def test_quantised_with_a_window_a_soft_cap_and_sinks():
         soft_cap=5.0,
         num_padding_tokens=2,
     )
-    case = fitting(case, "int4")
+    case = fitting(case, format)
     check(case, arrays_of(case), sinks=True)
 
 
@@ -237,10 +250,34 @@ def test_copies_may_arrive_as_soon_as_they_start():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "format"), [*zip(["window", "bfloat16"], FLOATS, strict=True)])
+@pytest.mark.parametrize(
+    ("name", "format"), [("window", "fp8_e4m3"), *(("bfloat16", format) for format in FLOATS)]
+)
 def test_pools_of_8_bit_floats(name, format):
     case = fitting(case_of(name), format)
     check(case, arrays_of(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_key_that_is_no_number_is_none_in_8_bits(dtype):
+    """Of the second row, in whose place the others have zeros."""
+    case = fitting(replace(case_of("decode"), dtype=dtype), "fp8_e4m3")
+    arrays = arrays_of(case)
+    for name in "kv":
+        arrays[name] = np.zeros_like(arrays[name])
+        arrays[name][1] = np.nan
+    out, _ = run(arrays, one_query_per_row=True, **static_of(case))
+    rows = np.isnan(out[: len(case.kv_lens)]).all(axis=(1, 2))
+    np.testing.assert_array_equal(rows, np.arange(len(rows)) == 1)
+
+
+def test_bits_are_numbers_of_another_bias_to_an_mxu():
+    """All that a pool may have: not -0, and for NaN other bits."""
+    given = np.delete(np.arange(256, dtype=np.uint8), 0x80)
+    bits = np.asarray(tpu_fp8.stored_bits(jnp.asarray(given), 16.0))
+    found = bits.view(tpu_fp8.stored_float("fp8_e4m3", 16.0)).astype(np.float32) * 16
+    np.testing.assert_array_equal(found, given.view(FLOATS["fp8_e4m3"]).astype(np.float32))
 
 
 @pytest.mark.slow
@@ -417,7 +454,7 @@ def test_rows_are_picked_out_of_tiles_of_tokens(num_heads, num_kv_heads, head_di
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, pytest.param(1100, marks=pytest.mark.deep)])
 def test_a_fetch_has_a_power_of_two_of_tiles(window):
-    """Three would fit, but the scalar core counts fetches by shifts."""
+    """The nearest to the bytes of a fetch: the scalar core counts fetches by shifts."""
     case = Case(
         name="",
         query_lens=(1, 1),
@@ -439,7 +476,7 @@ def test_a_fetch_has_a_power_of_two_of_tiles(window):
         one_query_per_row=True,
     )
     assert 3 <= tpu_shape.FETCH_BYTES / (shape.tile_kv * shape.width) < 4
-    assert shape.tiles_of_fetch == 2
+    assert shape.tiles_of_fetch == 4
     check(case, arrays, one_query_per_row=True)
 
 

@@ -181,6 +181,8 @@ def test_a_pool_has_latents_alone(tmp_path):
     assert first.shape == (5, 16, 576)
     assert spec.block_bytes == 2 * 16 * 576 * 2
     assert spec.attention.startswith("plain XLA: ")
+    spec = spec_of(tmp_path, kv_cache_dtype="fp8").with_blocks(5)
+    assert spec.pool.format == "fp8_e4m3" and spec.block_bytes == 2 * 16 * 576
 
 
 def test_parameters_have_the_names_of_checkpoints(tmp_path):
@@ -194,7 +196,11 @@ def test_parameters_have_the_names_of_checkpoints(tmp_path):
     ("options", "message"),
     [
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is not supported with multi-head lat"),
-        ({"kv_cache_dtype": "fp8"}, "is not supported with multi-head latent attention"),
+        (
+            {"kv_cache_dtype": "int4"},
+            'attention: one scale would .* take "fp8", which has no scales',
+        ),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype must be one of .*, got 'fp8_ds_mla'"),
         ({"numerics": "strict"}, "is not for .*models with multi-head latent attention"),
     ],
 )

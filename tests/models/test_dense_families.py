@@ -9,6 +9,8 @@ from jaxpage.models.registry import build
 from jaxpage.models.rope import NO_ROPE
 from tests import checkpoints, dense_families
 
+ARCHITECTURES = {"GPT2Config": "GPT2LMHeadModel"}
+
 
 def config_of(family: str, variant: int = 0, **overrides) -> transformers.PretrainedConfig:
     name = dense_families.CLASSES[family]
@@ -16,7 +18,7 @@ def config_of(family: str, variant: int = 0, **overrides) -> transformers.Pretra
     made = getattr(transformers, name)(
         **sizes | dense_families.VARIANTS[family][variant] | overrides
     )
-    made.architectures = [name.replace("Config", "ForCausalLM")]
+    made.architectures = [ARCHITECTURES.get(name, name.replace("Config", "ForCausalLM"))]
     return made
 
 
@@ -31,6 +33,11 @@ def config_of(family: str, variant: int = 0, **overrides) -> transformers.Pretra
         ),
         ("starcoder2", {"hidden_act": "relu6"}, "Starcoder2ForCausalLM: activation 'relu6'"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
+        ("gpt_neox", {"hidden_act": "relu6"}, "GPTNeoXForCausalLM: activation 'relu6'"),
+        ("gpt2", {"activation_function": "relu6"}, "GPT2LMHeadModel: activation 'relu6'"),
+        ("phi", {"tie_word_embeddings": True}, "the head has a bias of its own"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is set"),
+        ("gpt2", {"num_attention_heads": 5}, "n_embd 64 is not a multiple of n_head 5"),
         ("olmo2", {"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
     ],
 )

@@ -28,8 +28,8 @@ def llama(**changes):
 
 
 def test_unknown_architecture_lists_the_supported_ones():
-    with pytest.raises(ValueError, match="GPT2LMHeadModel is not supported") as error:
-        build(llama(architectures=["GPT2LMHeadModel"]), dtype="float32")
+    with pytest.raises(ValueError, match="OPTForCausalLM is not supported") as error:
+        build(llama(architectures=["OPTForCausalLM"]), dtype="float32")
     assert all(name in str(error.value) for name in REGISTRY)
 
 
@@ -123,8 +123,9 @@ def test_a_part_of_the_head_is_rotated_if_transformers_does_so(architecture):
     """A config.json may name partial_rotary_factor without."""
     model = getattr(transformers, architecture)
     more = {"num_hidden_layers": 4, "architectures": [architecture], **MORE.get(architecture, {})}
+    option = {"GPTNeoXForCausalLM": "rotary_pct"}.get(architecture, "partial_rotary_factor")
     whole, part = (
-        build(model.config_class(partial_rotary_factor=factor, **more), dtype="float32")
+        build(model.config_class(**{option: factor}, **more), dtype="float32")
         for factor in (1.0, 0.25)
     )
     code = inspect.getsource(inspect.getmodule(model))

@@ -25,7 +25,7 @@ _WIDE = _BERT | {"num_attention_heads": 2, "hidden_size": 48, "num_hidden_layers
 _DECODER = _BERT | {"num_key_value_heads": 2}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
-# family -> name of its config class, of its models, and arguments of three configs
+# family -> name of its config class, of its models, and arguments of its configs
 FAMILIES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "Bert": (
         "BertConfig",
@@ -64,6 +64,9 @@ FAMILIES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         "LlamaConfig",
         [_DECODER, _DECODER | {"attention_bias": True}, _WIDE | {"num_key_value_heads": 2}],
     ),
+    "GPTNeoX": ("GPTNeoXConfig", [_BERT]),
+    "GPT2": ("GPT2Config", [_BERT]),
+    "Phi": ("PhiConfig", [_DECODER]),
     "Gemma3Text": (
         "Gemma3TextConfig",
         [
@@ -83,7 +86,11 @@ FAMILIES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         ],
     ),
 }
-CASES = [(family, variant) for family in FAMILIES for variant in range(3)]
+CASES = [
+    (family, variant)
+    for family, (_, variants) in FAMILIES.items()
+    for variant in range(len(variants))
+]
 _HEADS = {
     "Model": "AutoModel",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -113,7 +120,7 @@ def build(family: str, variant: int, path: Path, *, head: str = "Model", **overr
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif "norm" in name.lower():
+            elif "norm" in name.lower() or "ln_" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             elif "embed" in name:
                 parameter.normal_(0, 0.3)

@@ -23,13 +23,14 @@ from tests.pooling.pooling_checkpoints import (
 )
 from tests.quantized_checkpoints import FORMATS, write, write_float
 
+DECODERS = ("Qwen2", "Qwen3", "Llama", "GPTNeoX", "GPT2", "Phi")  # causal in all variants
 RAW = PoolingParams(use_activation=False)
 # The classes of a decoder do not depend on what its other variants vary.
 WITH_CLASSES = [
     (family, variant)
     for family, variant in CASES
     if variant == 0
-    or family not in ("Qwen2", "Qwen3", "Llama", "Gemma3Text")
+    or family not in (*DECODERS, "Gemma3Text")
     or (family, variant) == ("Gemma3Text", 2)  # causal, unlike variant 0
 ]
 
@@ -54,7 +55,7 @@ def test_embeddings(family, variant, tmp_path):
     prompts = texts()
     llm = make(tmp_path)
     states = hidden_states(tmp_path, prompts)
-    is_decoder = family in ("Qwen2", "Qwen3", "Llama") or (family, variant) == ("Gemma3Text", 2)
+    is_decoder = family in DECODERS or (family, variant) == ("Gemma3Text", 2)
     if family == "Gemma3Text" and not is_decoder:
         expected = [s.mean(axis=0) for s in states]
     else:
@@ -84,7 +85,7 @@ def test_classes(family, variant, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Bert", "ModernBert", "Qwen2"])
+@pytest.mark.parametrize("family", ["Bert", "ModernBert", "Qwen2", "GPT2"])
 def test_classes_of_tokens(family, tmp_path):
     head = "ForTokenClassification"
     build(family, 0, tmp_path, head=head, num_labels=4)
@@ -93,6 +94,17 @@ def test_classes_of_tokens(family, tmp_path):
     expected = logits(tmp_path, prompts, head=head)
     for output, wanted in zip(llm.encode(prompts, RAW, use_tqdm=False), expected, strict=True):
         np.testing.assert_allclose(output.outputs.data, wanted, atol=3e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_tensors_that_compute_nothing_are_ignored(tmp_path):
+    """Released checkpoints of GPT-NeoX have masks."""
+    build("GPTNeoX", 0, tmp_path)
+    file = tmp_path / "model.safetensors"
+    prompts = texts(3)
+    expected = embeddings(make(tmp_path), prompts)
+    save_file(load_file(file) | {"layers.0.attention.bias": np.ones((1, 1, 8, 8), bool)}, file)
+    np.testing.assert_array_equal(embeddings(make(tmp_path), prompts), expected)
 
 
 @pytest.mark.slow

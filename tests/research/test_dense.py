@@ -16,7 +16,17 @@ TOKENS = np.random.default_rng(0).integers(3, checkpoints.VOCAB_SIZE, (2, 20))
 
 SLOW = [
     pytest.param(family, marks=pytest.mark.slow)
-    for family in ("qwen3", "gemma4", "qwen3_5", "nemotron_h", "lfm2", "falcon_h1")
+    for family in (
+        "qwen3",
+        "gemma4",
+        "qwen3_5",
+        "nemotron_h",
+        "lfm2",
+        "falcon_h1",
+        "gpt_neox",
+        "gpt2",
+        "phi",
+    )
 ]
 
 
@@ -86,7 +96,7 @@ def test_what_a_hook_returns_goes_on(case):
     plain, clean = run_with_cache(module, TOKENS)
     size = module.config.hidden_size
     np.testing.assert_allclose(steered(jnp.zeros(size)), plain, atol=1e-4)
-    changed = steered(jnp.ones(size))
+    changed = steered(jnp.linspace(-1, 1, size))  # a LayerNorm removes what is constant
     assert len(traced) == 1
     np.testing.assert_allclose(changed[:, :5], plain[:, :5], atol=1e-4)
     assert np.abs(changed[:, 5:] - plain[:, 5:]).max() > 0.01

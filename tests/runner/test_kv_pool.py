@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpage.kv_pool import KVPoolSpec
-from pallas_kernels.kv_write.quantized import FORMATS
+from pallas_kernels.kv_write.quantized import FLOATS, FORMATS, LEVELS
 
 SPEC = KVPoolSpec(
     num_arrays=3,
@@ -56,14 +56,22 @@ def test_equal_bytes_hold_more_tokens(format, head_dim, gain):
 
 @pytest.mark.parametrize(("layout", "width"), [("heads", 576), ("tpu", 640)])
 def test_a_pool_of_latents_has_keys_alone(layout, width):
-    """On a TPU in whole registers of 128."""
+    """On a TPU in whole registers of 128. In 8 bits they take half, and integers have scales, which do not fit them."""
     options = {"num_kv_heads": 2, "head_dim": 576, "value_dim": 512, "sharded": True}
     spec, num_bytes = allocated(layout=layout, **options)
     assert spec.abstract()[0].shape == (7, 16, 2 * width)
     assert num_bytes == spec.num_bytes == 3 * 7 * 16 * 2 * width * 2
     assert spec.axes_of(spec.abstract()[0]) == ("blocks", "block", "kv_heads")
-    for format in FORMATS:
-        with pytest.raises(ValueError, match=f"kv_cache_dtype='{format}' is not supported"):
+    for format in FLOATS:
+        spec, half = allocated(layout=layout, format=format, **options)
+        assert half == spec.num_bytes == num_bytes / 2
+        (data,) = jax.tree.leaves(spec.abstract()[0])
+        assert data.shape == (7, 16, 2 * width)
+        assert spec.axes_of(data) == ("blocks", "block", "kv_heads")
+    for format in LEVELS:
+        with pytest.raises(
+            ValueError, match=f"kv_cache_dtype='{format}' is not supported .*\"fp8\""
+        ):
             dataclasses.replace(spec, format=format)
 
 

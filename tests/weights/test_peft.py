@@ -137,7 +137,6 @@ def test_targets(tmp_path, fields, names):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*lm_head"),
         ({"bias": "all"}, "bias='all' is not supported"),
         ({"lora_bias": True}, "lora_bias=True"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out=True"),
         ({"target_parameters": ["experts"]}, "target_parameters"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'.*own weights"),
         ({"target_modules": ["q_proj", "lm_head"]}, "target_modules has 'lm_head'"),
