@@ -46,7 +46,8 @@ class Kernels(NamedTuple):
             lines.update(f"{what} run in plain XLA: {reason}" for reason in reasons)
 
         if join and self._num_devices == 1:  # a joined weight cannot be divided evenly
-            join_projections(model)
+            # XLA on TPUs would copy the parts of recurrent layers' results, which do not go into one kernel.
+            join_projections(model, recurrent=self.hardware.platform != "tpu")
         if rounds and quantization is not None:
             note(f"{quantization} products", quantize(model, quantization, self.of_matmul))
         else:

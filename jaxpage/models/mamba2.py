@@ -11,11 +11,13 @@ value dim, W taps.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxpage.models.config import ModelConfig, counts_of
 from jaxpage.models.layers import Constant, Linear, Normal, normalise, param, times
@@ -156,6 +158,22 @@ def gated(x: jax.Array, gate: jax.Array) -> jax.Array:
     return x * jax.nn.silu(gate.astype(jnp.float32))
 
 
+def _of_columns(x: jax.Array, num_columns: int) -> jax.Array:
+    """float32[..., V] of what each head has, [..., J]."""
+
+    def product(x: jax.Array) -> jax.Array:
+        # Exact: three bfloat16 products with a one give back a float32. Repeated, XLA on TPUs would turn x and all that
+        # it is multiplied with.
+        number = x.shape[-1]
+        head = jnp.arange(num_columns) // (num_columns // number)
+        is_own = jnp.arange(number)[:, None] == head[None]
+        return jnp.matmul(x, is_own.astype(x.dtype), precision=lax.Precision.HIGHEST)
+
+    return lax.platform_dependent(
+        x, tpu=product, default=partial(of_columns, num_columns=num_columns)
+    )
+
+
 def _like(parameter: nnx.Param, x: jax.Array) -> jax.Array:
     """float32 of a vector, broadcastable to x [..., its size]."""
     return jnp.expand_dims(parameter[...].astype(jnp.float32), range(x.ndim - 1))
@@ -225,7 +243,7 @@ class Mamba2(nnx.Module):
         tokens = Tokens(
             q=queries.reshape(of_keys),
             k=keys.reshape(of_keys),
-            v=(values * of_columns(steps, values.shape[-1])).reshape(*of_keys[:-1], -1),
+            v=(values * _of_columns(steps, values.shape[-1])).reshape(*of_keys[:-1], -1),
             log_decay=log_decay.reshape(of_heads),
         )
         skips = of_columns(_like(self.D, log_decay), values.shape[-1])
