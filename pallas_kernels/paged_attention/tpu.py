@@ -5,7 +5,8 @@ It knows one layer's pool as `tpu_layout.py` describes it, and where a step's to
 call writes. Where every row has one query, and none reads what another writes, a row's token is written a few rows
 before its keys are read instead, while other rows attend. The grid is one program, so nothing else runs beside it.
 Among rows with several queries those with one have a second launch, which only attends: alone they need tiles of 8 rows
-instead of 256, and their result is to the bit that of a step with such rows only.
+instead of 256, and their result is to the bit that of a step with such rows only. In an engine with drafts rows with as
+few queries as those have another one, in all steps.
 
 Letters: T packed query tokens, R rows, M blocks per row, N blocks, S block size, H query heads, K KV heads, D head dim,
 G = H / K, Q query tiles, A rows of a query tile of one KV head, P planes (2 with int4, whose bytes hold two values),
@@ -27,7 +28,14 @@ from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.paged_attention import tpu_layout as layout
 from pallas_kernels.paged_attention.tpu_attend import Attend
-from pallas_kernels.paged_attention.tpu_shape import VMEM_BYTES, Pool, Shape, TileSizes, write_sizes
+from pallas_kernels.paged_attention.tpu_shape import (
+    VMEM_BYTES,
+    Pool,
+    Shape,
+    TileSizes,
+    shape_with_drafts,
+    write_sizes,
+)
 from pallas_kernels.paged_attention.tpu_tile import Scratch, scratch_shapes
 from pallas_kernels.paged_attention.tpu_work import (
     Rows,
@@ -54,6 +62,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     one_query_per_row: bool = False,
+    num_drafts: int = 0,
     sizes: TileSizes | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Float[Array, "T H V"], Pool]:
@@ -62,8 +71,9 @@ def paged_attention(
 
     A row's new tokens are the last of its positions, and the block table says where they go: slot_mapping follows from
     it. A row with kv_lens 0 writes and reads nothing, whatever its tokens. The result of tokens of no row is 0.
-    T = R and query r is row r's if `one_query_per_row`. sizes: None for the defaults. Raises NotImplementedError with
-    the reason of `tpu_layout.unsupported_reason`.
+    T = R and query r is row r's if `one_query_per_row`. num_drafts: rows with up to one query more have tiles of a few
+    tokens; the same for all programs of an engine. sizes: None for the defaults. Raises NotImplementedError with the
+    reason of `tpu_layout.unsupported_reason`.
     """
     num_tokens, num_kv_heads = q.shape[0], k.shape[1]
     sizes = sizes or TileSizes()
@@ -94,19 +104,24 @@ def paged_attention(
         is_read_by_others,
     )
     options = {"sinks": sinks, "interpret": interpret}
-    least = 1 if one_query_per_row else 2
+    with_drafts, least = None, 1
+    if not one_query_per_row:
+        with_drafts = shape_with_drafts(shape, num_drafts)
+        least = 1 + (with_drafts.tile_q if with_drafts else 1)
     out, pool = _attend(rows, q, pool, query_lens >= least, new=new, **options)
     # Rows of [T, H * D]: those of [T, H, D] XLA would gather, choose and scatter in another layout.
     out = out.reshape(num_tokens, -1)
     if not one_query_per_row:
+        single = shape_of(one_query_per_row=True)
+        apart = partial(_attend_apart, rows=rows, q=q, pool=pool, **options)
         is_single = query_lens == 1
-        index = jnp.where(is_single, query_starts[:-1], num_tokens)
-        starts = jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32)
-        rows = Rows(shape_of(one_query_per_row=True), rows.table, kv_lens, starts)
-        q_of_singles = q.reshape(num_tokens, -1).at[index].get(mode="clip")
-        q_of_singles = q_of_singles.reshape(-1, *q.shape[1:])
-        singles, _ = _attend(rows, q_of_singles, pool, is_single, **options)
-        out = out.at[index].set(singles.reshape(singles.shape[0], -1), mode="drop")
+        out = apart(single, jnp.where(is_single, query_starts[:-1], num_tokens), is_single, out)
+        if with_drafts:
+            has_drafts = (query_lens > 1) & (query_lens < least)
+            starts = jnp.where(has_drafts, query_starts[:-1], num_tokens)[:, None]
+            index = query_starts[1:, None] - jnp.arange(with_drafts.tile_q, 0, -1)[None]
+            index = jnp.where(index >= starts, index, num_tokens).reshape(-1)
+            out = apart(with_drafts, index, has_drafts, out, query_lens=query_lens)
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     first = query_starts[None, :-1]
     in_row = ((token >= first) & (token < first + query_lens[None])).any(axis=1)
@@ -129,16 +144,19 @@ def _attend(
     has_units: jax.Array,
     *,
     new: _New | None = None,
+    query_lens: jax.Array | None = None,
     sinks: jax.Array | None,
     interpret: Any,
 ) -> tuple[jax.Array, Pool]:
-    """A launch of the kernel: the queries of the rows that `has_units` bool[R]; of others the result is anything."""
+    """A launch of the kernel: the queries of the rows that `has_units` bool[R]; of others the result is anything.
+    query_lens: see `tpu_work.units`.
+    """
     shape, num_tokens = rows.shape, q.shape[0]
     scalars = _Scalars(
         rows=(rows.table, rows.kv_lens, rows.query_starts),
         chunks=new.chunks if new else [],
         is_read_by_others=new.is_read_by_others if new else None,
-        units=units(shape, rows.kv_lens, rows.query_starts, has_units, num_tokens),
+        units=units(shape, rows.kv_lens, rows.query_starts, has_units, num_tokens, query_lens),
     )
     pools, structure = jax.tree.flatten(pool)
     tiles, given = layout.to_tiles(shape, q), new.rows if new else []
@@ -153,6 +171,30 @@ def _attend(
     return layout.from_tiles(shape, out, num_tokens), jax.tree.unflatten(structure, pools)
 
 
+def _attend_apart(
+    shape: Shape,
+    index: jax.Array,
+    has_units: jax.Array,
+    out: jax.Array,
+    *,
+    rows: Rows,
+    q: jax.Array,
+    pool: Pool,
+    **options,
+) -> jax.Array:
+    """`out` [T, H * V] with the results of a launch for some rows, each of which has as many tokens as a tile has.
+
+    index: int32[R * tile_q], the tokens, T where a row has fewer. options: of `_attend`.
+    """
+    starts = jnp.arange(rows.kv_lens.shape[0] + 1, dtype=jnp.int32)
+    if shape.tile_q > 1:
+        starts *= shape.tile_q
+    rows = Rows(shape, rows.table, rows.kv_lens, starts)
+    own = q.reshape(q.shape[0], -1).at[index].get(mode="clip")
+    found, _ = _attend(rows, own.reshape(-1, *q.shape[1:]), pool, has_units, **options)
+    return out.at[index].set(found.reshape(found.shape[0], -1), mode="drop")
+
+
 def _in_hbm(arrays):
     return jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), arrays)
 
@@ -160,7 +202,10 @@ def _in_hbm(arrays):
 def _sinks_by_row(shape: Shape, sinks: jax.Array) -> jax.Array:
     """[H] → float32[K', A, 1]."""
     by_head = sinks.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
-    by_row = jnp.repeat(by_head, shape.tile_q, axis=1).reshape(shape.num_stacks, -1)
+    if shape.one_tile_per_row:
+        by_row = jnp.tile(by_head, shape.tile_q)
+    else:
+        by_row = jnp.repeat(by_head, shape.tile_q, axis=1).reshape(shape.num_stacks, -1)
     return jnp.pad(by_row, ((0, 0), (0, shape.rows - by_row.shape[1])))[:, :, None]
 
 
@@ -265,6 +310,6 @@ def _launch(
             disable_semaphore_checks=True,
         ),
         interpret=interpret,
-        name="paged_attention",
+        name="paged_attention_of_drafts" if shape.one_tile_per_row else "paged_attention",
     )(scalars, inputs)
     return out, pools or inputs.pools

@@ -276,7 +276,7 @@ class Attend:
         shape, visit, spread = self.shape, self.units.visit[unit], self.scratch.spread
         if spread and shape.picks_rows:
             keep = partial(put, shape, spread, self.token_of_tile(unit))
-        elif shape.tile_q == 1:
+        elif shape.tile_q == 1 or shape.one_tile_per_row:
             keep = partial(self.keep, self.results_of(visit), None)
         else:
             first, end = self.units.rows.queries(self.units.row[unit])[:2]
@@ -305,4 +305,7 @@ class Attend:
 def _tokens(shape: Shape, query_tile) -> jax.Array:
     """int32[A, 1]: the packed token of each row of a query tile."""
     row = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0)
+    if shape.one_tile_per_row:
+        later = ((row >= i * shape.group).astype(jnp.int32) for i in range(1, shape.tile_q))
+        return query_tile * shape.tile_q + sum(later)
     return query_tile * shape.tile_q + (row & (shape.tile_q - 1))

@@ -217,7 +217,8 @@ def _quantized(shape: Shape, kv: jax.Array, pool: QuantizedPool) -> list[jax.Arr
 
 
 def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
-    """[T, H, D] → [Q, K', P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie.
+    """[T, H, D] → [Q, K', P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie. If
+    `one_tile_per_row` token by token.
 
     Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_tokens, H * D]; if `comes_by_head`:
     [H, Q * tile_tokens, W].
@@ -229,7 +230,8 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
     if shape.is_flat:
         return q.reshape(q.shape[0], -1)
     q = q.reshape(-1, tile_q, shape.num_kv_heads, group, shape.num_planes, shape.head_lanes)
-    q = q.transpose(0, 2, 4, 3, 1, 5).reshape(
+    order = (0, 2, 4, 1, 3, 5) if shape.one_tile_per_row else (0, 2, 4, 3, 1, 5)
+    q = q.transpose(order).reshape(
         q.shape[0], -1, period, shape.num_planes, group * tile_q, shape.head_lanes
     )
 
@@ -274,6 +276,9 @@ def from_tiles(shape: Shape, out: jax.Array, num_tokens: int) -> jax.Array:
         return out[:, :, in_period, :, :, first : first + lanes]
 
     out = jnp.stack([take(in_period) for in_period in range(period)], axis=2)
-    out = out.reshape(-1, shape.num_kv_heads, shape.num_planes, group, tile_q, lanes)
-    out = out.transpose(0, 4, 1, 3, 2, 5)
+    of_rows, order = (group, tile_q), (0, 4, 1, 3, 2, 5)
+    if shape.one_tile_per_row:
+        of_rows, order = (tile_q, group), (0, 3, 1, 4, 2, 5)
+    out = out.reshape(-1, shape.num_kv_heads, shape.num_planes, *of_rows, lanes)
+    out = out.transpose(order)
     return out.reshape(-1, shape.num_heads, shape.num_planes * lanes)[:num_tokens]

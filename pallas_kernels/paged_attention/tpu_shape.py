@@ -30,6 +30,7 @@ UNROLLED_BYTES = 4 << 20  # of widened keys and values, scores and weights
 UNROLLED_BLOCKS = 16  # of a fetch
 FETCH_BYTES = 1 << 20  # about, as far as MOST_TILES are enough
 MOST_TILES = 4  # of a fetch
+MOST_WITH_DRAFTS = 8  # queries of a row that has a tile of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,9 @@ class Shape:
     # Of a pool of latents: a slot is one key, whose first elements are the value, so there is one KV head. The query
     # heads are divided into `num_kv_heads` shares, each computed as if it had a KV head of its own.
     value_dim: int | None = None
+    # Whether a row has one tile, whose last queries are its own. A tile is ordered by token and then by head, and not
+    # the other way round, so that XLA moves less to make it.
+    one_tile_per_row: bool = False
 
     @property
     def is_of_latents(self) -> bool:
@@ -85,7 +89,7 @@ class Shape:
     @property
     def comes_by_head(self) -> bool:
         """Whether queries come as [H, T, W], since XLA multiplies them with a matrix of each head. Results go flat."""
-        return self.is_of_latents and self.tile_q > 1
+        return self.is_of_latents and self.tile_q > 1 and not self.one_tile_per_row
 
     @property
     def num_planes(self) -> int:
@@ -132,7 +136,8 @@ class Shape:
     @property
     def _is_tall(self) -> bool:
         """Whether the queries of a head in a tile are whole registers of rows."""
-        return self.tile_q % slots_of_register(self.dtype) == 0
+        is_by_head = not self.one_tile_per_row
+        return is_by_head and self.tile_q % slots_of_register(self.dtype) == 0
 
     @property
     def _is_whole(self) -> bool:
@@ -252,11 +257,11 @@ class Shape:
 
     @property
     def kv_buffers(self) -> int:
-        """Fetches of keys in VMEM: with one query per row two are on their way while one is computed.
+        """Fetches of keys in VMEM: with one or a few queries per row two are on their way while one is computed.
 
         Short rows wait for memory's latency, and tiles of many queries are computed for longer than they come.
         """
-        return 3 if self.tile_q == 1 else 2
+        return 3 if self.tile_q == 1 or self.one_tile_per_row else 2
 
     @property
     def vmem_bytes(self) -> int:
@@ -355,6 +360,21 @@ def shape_of(
     while shape.tile_q > least_tile_q and shape.vmem_bytes > VMEM_BYTES:
         shape = replace(shape, tile_q=shape.tile_q // 2)
     return shape
+
+
+def shape_with_drafts(shape: Shape, num_drafts: int) -> Shape | None:
+    """The shape for rows with 2 to 1 + num_drafts queries, given that for rows with several; None if those have the
+    latter too: without drafts, with so many that its tiles are no larger, and where VMEM does not hold a row's.
+
+    Of latents the heads have one share, as with one query per row: keys come for them sooner than they are computed.
+    """
+    tile_q = 1 << num_drafts.bit_length()
+    if num_drafts < 1 or tile_q >= shape.tile_q or tile_q > MOST_WITH_DRAFTS:
+        return None
+    found = replace(shape, tile_q=tile_q, one_tile_per_row=True)
+    if shape.is_of_latents:
+        found = replace(found, num_kv_heads=1, group=shape.num_heads)
+    return found if found.vmem_bytes <= VMEM_BYTES else None
 
 
 def write_sizes(shape: Shape) -> list[int]:

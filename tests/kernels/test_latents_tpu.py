@@ -43,19 +43,24 @@ def arguments(case: cases.Case, value_dim: int) -> dict:
 
 
 def check(
-    case: cases.Case, *, value_dim: int = VALUE_DIM, one_query_per_row: bool = False, **static
+    case: cases.Case,
+    *,
+    value_dim: int = VALUE_DIM,
+    one_query_per_row: bool = False,
+    num_drafts: int = 0,
 ) -> None:
     case = replace(case, num_kv_heads=1, head_dim=HEAD_DIM)
     case = replace(case, block_size=max(case.block_size, 32 // jnp.dtype(case.dtype).itemsize))
     arrays = arguments(case, value_dim)
-    static |= on_tpu.static_of(case)
+    static = on_tpu.static_of(case)
     q, k, v, slots = (arrays[name] for name in ("q", "k", "v", "slot_mapping"))
     rows = [arrays[name] for name in ("block_table", "kv_lens", "query_starts")]
     pool = LatentPool(jnp.asarray(arrays["pool"]), value_dim)
     written = write_kv(pool, k, v, slots)
     definition = jax.jit(partial(reference.paged_attention, **static))
     expected = np.asarray(definition(q, written, *rows), np.float32)
-    kernel = on_tpu.program(one_query_per_row=one_query_per_row, **dict(sorted(static.items())))
+    static |= {"one_query_per_row": one_query_per_row, "num_drafts": num_drafts}
+    kernel = on_tpu.program(**dict(sorted(static.items())))
     out, after = jax.block_until_ready(kernel(q, k, v, pool, *rows))
     races = on_tpu.interpret_pallas_call.races
     assert races is not None and not races.races_found
