@@ -89,7 +89,6 @@ def paged_attention(
     if isinstance(pool, LatentPool):
         # Zeros up to the width of a slot.
         k, value_dim = pool.slots_of(k)[:, None], pool.value_dim
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, k.shape[2] - q.shape[2])))
     pool = whole(pool)
     if one_query_per_row:
         query_starts = jnp.arange(num_tokens + 1, dtype=jnp.int32)
@@ -189,10 +188,18 @@ def _attend_apart(
     starts = jnp.arange(rows.kv_lens.shape[0] + 1, dtype=jnp.int32)
     if shape.tile_q > 1:
         starts *= shape.tile_q
+    own = _tokens_of(q, index, rows.shape.query_parts)
     rows = Rows(shape, rows.table, rows.kv_lens, starts)
-    own = q.reshape(q.shape[0], -1).at[index].get(mode="clip")
-    found, _ = _attend(rows, own.reshape(-1, *q.shape[1:]), pool, has_units, **options)
+    found, _ = _attend(rows, own, pool, has_units, **options)
     return out.at[index].set(found.reshape(found.shape[0], -1), mode="drop")
+
+
+def _tokens_of(q: jax.Array, index: jax.Array, parts: tuple[tuple[int, int], ...]) -> jax.Array:
+    """[N, H, D]: the tokens `index` int32[N] of q [T, H, D], any where it is T. parts: see `Shape.query_parts`."""
+    arrays = [q] if len(parts) == 1 else [q[:, :, first:end] for first, end in parts]
+    found = [x.reshape(q.shape[0], -1).at[index].get(mode="clip") for x in arrays]
+    found = [x.reshape(-1, *part.shape[1:]) for x, part in zip(found, arrays, strict=True)]
+    return found[0] if len(parts) == 1 else jnp.concatenate(found, axis=2)
 
 
 def _in_hbm(arrays):
@@ -241,6 +248,7 @@ def _launch(
     """The result, for `from_tiles`, and the arrays of the pool."""
     num_written = len(inputs.new)
     written = inputs.pools[:num_written]
+    tiles = jax.tree.leaves(inputs.q)[0]
     scratch = _Scratch(
         chunks=[
             chunk_buffers(shape, new, pool, axis, size)
@@ -276,7 +284,7 @@ def _launch(
         row, query_tile, visit, first_key, end_key, total = scalars.units
         Attend(
             units=Units(rows, row, query_tile, visit, first_key, end_key, total[0]),
-            q_ref=inputs.q,
+            q_refs=jax.tree.leaves(inputs.q),
             pool_refs=pool_refs,
             out_ref=out_ref,
             sinks_ref=inputs.sinks,
@@ -299,7 +307,7 @@ def _launch(
             scratch_shapes=(scratch,),
         ),
         out_shape=(
-            pltpu.HBM(layout.shape_of_results(shape, inputs.q.shape), inputs.q.dtype),
+            pltpu.HBM(layout.shape_of_results(shape, tiles.shape), tiles.dtype),
             [pltpu.HBM(x.shape, x.dtype) for x in written],
         ),
         input_output_aliases={first_pool + i: 1 + i for i in range(num_written)},

@@ -216,17 +216,18 @@ def _quantized(shape: Shape, kv: jax.Array, pool: QuantizedPool) -> list[jax.Arr
     return new
 
 
-def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
+def to_tiles(shape: Shape, q: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
     """[T, H, D] → [Q, K', P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie. If
     `one_tile_per_row` token by token.
 
-    Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_tokens, H * D]; if `comes_by_head`:
-    [H, Q * tile_tokens, W].
+    Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_tokens, H * D]; if `comes_by_head` a tuple, for each of
+    `query_parts`, of [H, Q * tile_tokens, its lanes].
     """
     tile_q, group, period = shape.tile_q, shape.group, shape.period
-    q = jnp.pad(q, ((0, -q.shape[0] % shape.tile_tokens), (0, 0), (0, 0)))
+    tokens = -q.shape[0] % shape.tile_tokens
     if shape.comes_by_head:
-        return jnp.swapaxes(q, 0, 1)
+        return tuple(_by_head(q[:, :, a:b], tokens, b - a) for a, b in shape.query_parts)
+    q = jnp.pad(q, ((0, tokens), (0, 0), (0, shape.head_dim - q.shape[2])))
     if shape.is_flat:
         return q.reshape(q.shape[0], -1)
     q = q.reshape(-1, tile_q, shape.num_kv_heads, group, shape.num_planes, shape.head_lanes)
@@ -249,6 +250,12 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
     )
     rows = (0, shape.rows - tiles.shape[3])
     return jnp.pad(tiles, ((0, 0), (0, 0), (0, 0), rows, (0, 0)))
+
+
+def _by_head(q: jax.Array, tokens: int, width: int) -> jax.Array:
+    """[T, H, ..] → [H, T + tokens, width], with zeros."""
+    padded = jnp.pad(q, ((0, tokens), (0, 0), (0, width - q.shape[2])))
+    return jnp.swapaxes(padded, 0, 1)
 
 
 def shape_of_results(shape: Shape, tiles: tuple[int, ...]) -> tuple[int, ...]:

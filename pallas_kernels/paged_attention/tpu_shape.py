@@ -92,6 +92,16 @@ class Shape:
         return self.is_of_latents and self.tile_q > 1 and not self.one_tile_per_row
 
     @property
+    def query_parts(self) -> tuple[tuple[int, int], ...]:
+        """The lanes [first, end) of each array that queries come in. By head what is multiplied with latents and what
+        is rotated come apart: XLA would copy both to put them side by side.
+        """
+        width, values = self.read_lanes, self.value_dim or 0
+        if self.comes_by_head and values % LANES == 0 and values < width:
+            return (0, values), (values, width)
+        return ((0, width),)
+
+    @property
     def num_planes(self) -> int:
         return 2 if self.format == "int4" else 1
 
@@ -364,9 +374,8 @@ def shape_of(
 
 def shape_with_drafts(shape: Shape, num_drafts: int) -> Shape | None:
     """The shape for rows with 2 to 1 + num_drafts queries, given that for rows with several; None if those have the
-    latter too: without drafts, with so many that its tiles are no larger, and where VMEM does not hold a row's.
-
-    Of latents the heads have one share, as with one query per row: keys come for them sooner than they are computed.
+    latter too: without drafts, with so many that its tiles are no larger, and where VMEM does not hold a row's. Of
+    latents the heads have one share, as with one query per row.
     """
     tile_q = 1 << num_drafts.bit_length()
     if num_drafts < 1 or tile_q >= shape.tile_q or tile_q > MOST_WITH_DRAFTS:

@@ -101,6 +101,18 @@ def test_values_may_end_within_a_register(one_query_per_row):
     check(case, value_dim=96, one_query_per_row=one_query_per_row)
 
 
+@pytest.mark.parametrize(("value_dim", "widths"), [(128, [128, 128]), (96, [256]), (256, [256])])
+def test_queries_come_as_they_are_computed(value_dim, widths):
+    """What latents are multiplied with is not copied to stand beside what is rotated, if it is whole registers."""
+    pool = LatentPool(jax.ShapeDtypeStruct((9, 16, WIDTH), jnp.bfloat16), value_dim)
+    q = jnp.ones((40, 8, HEAD_DIM), jnp.bfloat16)
+    shape = tpu_layout.shape_of(q, pool, 1, 9, sizes=tpu_layout.TileSizes())
+    parts = tpu_layout.to_tiles(shape, q)
+    assert [part.shape for part in parts] == [(8, 64, width) for width in widths]
+    joined = np.concatenate(parts, axis=2).astype(np.float32)
+    assert (joined[:, :40, :HEAD_DIM] == 1).all() and joined.sum() == 8 * 40 * HEAD_DIM
+
+
 @pytest.mark.slow
 def test_rows_of_several_fetches_and_parts_of_one():
     lens = (1500, 513, 1024)
