@@ -220,14 +220,13 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
     """[T, H, D] → [Q, K', P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie. If
     `one_tile_per_row` token by token.
 
-    Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_tokens, H * D]; if `comes_by_head` a tuple, for each of
-    `query_parts`, of [H, Q * tile_tokens, its lanes].
+    Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_tokens, H * D]; if `comes_by_head`:
+    [H, Q * tile_tokens, W]. Of latents a tuple of the same for each of `query_parts`, with its lanes.
     """
     tile_q, group, period = shape.tile_q, shape.group, shape.period
-    tokens = -q.shape[0] % shape.tile_tokens
-    if shape.comes_by_head:
-        return tuple(_by_head(q[:, :, a:b], tokens, b - a) for a, b in shape.query_parts)
-    q = jnp.pad(q, ((0, tokens), (0, 0), (0, shape.head_dim - q.shape[2])))
+    if shape.is_of_latents:
+        return tuple(_of_latents(shape, q[:, :, a:b], b - a) for a, b in shape.query_parts)
+    q = jnp.pad(q, ((0, -q.shape[0] % shape.tile_tokens), (0, 0), (0, 0)))
     if shape.is_flat:
         return q.reshape(q.shape[0], -1)
     q = q.reshape(-1, tile_q, shape.num_kv_heads, group, shape.num_planes, shape.head_lanes)
@@ -252,10 +251,15 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
     return jnp.pad(tiles, ((0, 0), (0, 0), (0, 0), rows, (0, 0)))
 
 
-def _by_head(q: jax.Array, tokens: int, width: int) -> jax.Array:
-    """[T, H, ..] → [H, T + tokens, width], with zeros."""
-    padded = jnp.pad(q, ((0, tokens), (0, 0), (0, width - q.shape[2])))
-    return jnp.swapaxes(padded, 0, 1)
+def _of_latents(shape: Shape, q: jax.Array, width: int) -> jax.Array:
+    """A part of queries that latents are multiplied with, [T, H, ..], with zeros up to the width."""
+    tokens = -q.shape[0] % shape.tile_tokens
+    q = jnp.pad(q, ((0, tokens), (0, 0), (0, width - q.shape[2])))
+    if shape.comes_by_head:
+        return jnp.swapaxes(q, 0, 1)
+    # One share of heads: the rows of a tile are those of its tokens, one after the other.
+    rows = q.reshape(-1, 1, 1, shape.group * shape.tile_q, width)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, shape.rows - rows.shape[3]), (0, 0)))
 
 
 def shape_of_results(shape: Shape, tiles: tuple[int, ...]) -> tuple[int, ...]:

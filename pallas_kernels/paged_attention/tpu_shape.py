@@ -93,11 +93,11 @@ class Shape:
 
     @property
     def query_parts(self) -> tuple[tuple[int, int], ...]:
-        """The lanes [first, end) of each array that queries come in. By head what is multiplied with latents and what
-        is rotated come apart: XLA would copy both to put them side by side.
+        """The lanes [first, end) of each array that queries come in. What is multiplied with latents and what is
+        rotated come apart: XLA would copy both to put them side by side.
         """
         width, values = self.read_lanes, self.value_dim or 0
-        if self.comes_by_head and values % LANES == 0 and values < width:
+        if self.is_of_latents and values % LANES == 0 and values < width:
             return (0, values), (values, width)
         return ((0, width),)
 
