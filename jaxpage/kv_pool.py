@@ -52,6 +52,7 @@ class KVPoolSpec:
         "xla"  # the implementation that reads it, see `ops.attention`
     )
     kernel_sizes: KernelSizes | None = None  # tile sizes of that implementation; XLA has none
+    num_drafts: int = 0  # most of a row in a step
     layout: Layout = "heads"
     scale_rows: int = 4  # with layout "tpu": rows of scales and zeros for each KV head
 

@@ -90,6 +90,7 @@ def choose_pool(
         sharded=num_devices > 1,
         platform=hardware.platform,
         layout=layout_of(model, hardware),
+        num_drafts=config.num_drafts,
     )
     if config.numerics == "strict":
         return Choice("xla", pool)

@@ -24,7 +24,7 @@ RAISED: dict[tuple[str, str], tuple[int, str]] = {
     ("parameters", f"{PAGED_ATTENTION}:paged_attention"): (10, _CONTRACT),
     ("parameters", "pallas_kernels/paged_attention/reference.py:paged_attention"): (9, _CONTRACT),
     ("parameters", "pallas_kernels/paged_attention/gpu.py:paged_attention"): (12, _CONTRACT),
-    ("parameters", "pallas_kernels/paged_attention/tpu.py:paged_attention"): (14, _CONTRACT),
+    ("parameters", "pallas_kernels/paged_attention/tpu.py:paged_attention"): (15, _CONTRACT),
     ("fields", "jaxpage/config.py:EngineConfig"): (67, "vLLM's options under their names"),
     ("lines", "jaxpage/config.py"): (526, "one subject: those options, and what follows from them"),
     ("parameters", "jaxpage/engine/scheduler.py:Scheduler.__init__"): (11, _SCARCE),

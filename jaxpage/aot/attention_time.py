@@ -38,7 +38,8 @@ class Turn:
 class Rows:
     """Equal rows. kv_len: of each, including its queries; tile_q, tile_kv: queries and keys at once; tile_tokens:
     tokens whose queries come at once; fetch_kv: keys of a turn; write_sizes: slots written at once by each loop that
-    writes; window: the keys that a query sees, itself included.
+    writes; window: the keys that a query sees, itself included; one_tile_per_row: whether a row has one tile of
+    queries, wherever it begins.
     """
 
     count: int
@@ -51,12 +52,16 @@ class Rows:
     block_size: int
     write_sizes: tuple[int, ...]
     window: int | None = None
+    one_tile_per_row: bool = False
 
     def units(self) -> Iterator[tuple[int, int]]:
         """The queries [first, end) of each unit, counted in its row. Tiles of queries begin at multiples of `tile_q`
         packed tokens, wherever rows begin.
         """
         for row in range(self.count):
+            if self.one_tile_per_row:
+                yield 0, self.query_len
+                continue
             begin = row * self.query_len
             for tile in range(
                 begin // self.tile_q * self.tile_q, begin + self.query_len, self.tile_q
@@ -99,16 +104,16 @@ class Rows:
         )
 
 
-def bundles(program: Region, rows: Rows) -> float:
-    """Bundles of one launch. One that writes nothing is for rows with one query among rows with several, of which there
-    are none here.
+def bundles(program: Region, rows: Rows, *, is_of_drafts: bool = False) -> float:
+    """Bundles of one launch. Of those of a step with prompts one writes, and computes all rows but those with one
+    query, of which there are none here, and those with drafts. is_of_drafts: whether it is that of the latter.
     """
     total: float = program.straight
     writing = [loop for loop in program.loops if _writes(loop)]
-    if not writing:
-        return total
     for loop, size in zip(writing, rows.write_sizes, strict=False):
         total += rows.num_chunks(size) * loop.bundles
+    if is_of_drafts != rows.one_tile_per_row or not (writing or is_of_drafts):
+        return total
     return total + sum(_of_units(loop, rows) for loop in program.loops if loop.multiplies)
 
 

@@ -16,6 +16,7 @@ from jaxpage.aot.attention_time import Rows, bundles
 from jaxpage.aot.estimate import Estimate, kv_bytes, num_checked, without_head
 from jaxpage.aot.tpu_schedule import Region
 
+_OF_DRAFTS = "paged_attention_of_drafts"  # the kernel's launch for rows with drafts
 _OF_STATES = ("delta_rule", "mamba2")  # beginnings of names of kernels for recurrent states
 NOT_MODELLED = (
     "not modelled: waiting for DMAs within a kernel, gaps between programs and instructions, transfers that overlap "
@@ -225,7 +226,9 @@ def _kernels_of(
     """The attention kernels of a program that are of `model`, by the width of their results. Where this does not tell,
     all are the plan's model's, except in `draft`.
     """
-    kernels = [each for each in program["time"]["kernels"] if each["name"] == "paged_attention"]
+    kernels = [
+        x for x in program["time"]["kernels"] if x["name"] in ("paged_attention", _OF_DRAFTS)
+    ]
     drafts = measured["drafts"] and measured["drafts"]["model"]
     if not drafts or program["name"].startswith("draft"):
         return kernels
@@ -244,10 +247,19 @@ def _bundles(model: dict[str, Any], kernel: dict[str, Any], case: tuple[int, int
     num_layers = sum(kind["layers"] for kind in kinds)
     total = 0.0
     for kind in kinds:
-        tiles = kind["tiles"]["decode" if query_len == 1 else "prefill"]
+        tiles = _tiles_of_rows(kind["tiles"], query_len)
         rows = Rows(count=count, query_len=query_len, kv_len=kv_len, window=kind["window"], **tiles)
-        total += kernel["count"] * kind["layers"] / num_layers * bundles(region, rows)
+        of_launch = bundles(region, rows, is_of_drafts=kernel["name"] == _OF_DRAFTS)
+        total += kernel["count"] * kind["layers"] / num_layers * of_launch
     return total
+
+
+def _tiles_of_rows(tiles: dict[str, Any], query_len: int) -> dict[str, Any]:
+    """Of those of a kind of attention."""
+    if query_len == 1:
+        return tiles["decode"]
+    drafts = tiles.get("drafts")
+    return drafts if drafts and query_len <= drafts["tile_q"] else tiles["prefill"]
 
 
 def _seconds_of_pairs(

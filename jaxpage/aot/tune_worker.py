@@ -17,7 +17,7 @@ from jaxpage.aot.process import Report, serve
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of
 from jaxpage.aot.tpu_schedule import take_schedules
-from pallas_kernels.paged_attention import tpu, tpu_layout, tpu_shape, tune
+from pallas_kernels.paged_attention import tpu, tpu_choose, tpu_layout, tpu_shape, tune
 
 _WORKS = {"decode": tune.DECODE, "prefill": tune.PREFILL}
 
@@ -39,7 +39,7 @@ def seconds_of(target: Target, dumped: Path, sizes: tpu_shape.TileSizes, work: t
         jax.jit(attend, donate_argnames="pool").lower(**arrays).compile()
     launches = take_schedules(dumped, ["paged_attention"])
     pool: Any = arrays["pool"]
-    shape = tpu_shape.shape_of(
+    shape = tpu_choose.shape_of(
         q,
         pool,
         work.num_kv_heads,

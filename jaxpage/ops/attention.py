@@ -52,7 +52,7 @@ POOL_BY_HEAD = P(None, None, TENSOR)
 def _tpu_attention():
     from pallas_kernels.paged_attention import tpu
 
-    return jax.jit(tpu.paged_attention, static_argnames=(*_OPTIONS, "sizes"))
+    return jax.jit(tpu.paged_attention, static_argnames=(*_OPTIONS, "num_drafts", "sizes"))
 
 
 @cache
@@ -281,8 +281,9 @@ def _write_and_attend(
         rows, options["sinks"] = rows[:3], rows[3]
     own = _own_part(spec, pool, k.shape[1:], part)
     if spec.attention == "tpu":
+        options |= {"num_drafts": spec.num_drafts, "sizes": spec.kernel_sizes}
         # It writes again what is there already: the same bits.
-        out, pool = _tpu_attention()(q, k, v, own, *rows, sizes=spec.kernel_sizes, **options)
+        out, pool = _tpu_attention()(q, k, v, own, *rows, **options)
         return pool, out
     if spec.attention == "hopper":
         own = _write_kv(own, k, v, slot_mapping) if writes else own

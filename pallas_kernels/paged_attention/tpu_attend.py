@@ -42,7 +42,7 @@ class Attend:
     """A turn is one fetch of keys of one unit."""
 
     units: Units
-    q_ref: Any  # see `tpu_layout.to_tiles`
+    q_refs: Sequence  # see `tpu_layout.to_tiles`
     pool_refs: Sequence
     out_ref: Any  # see `tpu_layout.from_tiles`
     sinks_ref: Any  # float32[K', A, 1] or None
@@ -191,10 +191,14 @@ class Attend:
     def start_queries(self, unit) -> None:
         """Starts the copies of the unit's tile of queries."""
         buffer, sem = self.queries_of(unit)
-        self.for_each_part(
-            *(self.q_ref, self.units.query_tile[unit], buffer),
-            lambda source, into: pltpu.make_async_copy(source, into, sem).start(),
-        )
+        for ref, (first, end) in zip(self.q_refs, self.shape.query_parts, strict=True):
+            own = buffer
+            if len(self.q_refs) > 1:
+                own = buffer.at[:, :, :, pl.ds(first, end - first)]
+            self.for_each_part(
+                *(ref, self.units.query_tile[unit], own),
+                lambda source, into: pltpu.make_async_copy(source, into, sem).start(),
+            )
 
     def start_out(self, unit) -> None:
         """Starts the copies of the tile's results."""
@@ -276,7 +280,7 @@ class Attend:
         shape, visit, spread = self.shape, self.units.visit[unit], self.scratch.spread
         if spread and shape.picks_rows:
             keep = partial(put, shape, spread, self.token_of_tile(unit))
-        elif shape.tile_q == 1:
+        elif shape.tile_q == 1 or shape.one_tile_per_row:
             keep = partial(self.keep, self.results_of(visit), None)
         else:
             first, end = self.units.rows.queries(self.units.row[unit])[:2]
@@ -305,4 +309,7 @@ class Attend:
 def _tokens(shape: Shape, query_tile) -> jax.Array:
     """int32[A, 1]: the packed token of each row of a query tile."""
     row = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0)
+    if shape.one_tile_per_row:
+        later = ((row >= i * shape.group).astype(jnp.int32) for i in range(1, shape.tile_q))
+        return query_tile * shape.tile_q + sum(later)
     return query_tile * shape.tile_q + (row & (shape.tile_q - 1))

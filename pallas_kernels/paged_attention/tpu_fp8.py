@@ -12,25 +12,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 from pallas_kernels.mosaic_tpu import generation
 
+BIASED = "fp8_e4m3b11"  # the format of an fp8_e4m3 pool to such an MXU
+UNIT_OF_BIASED = 16.0
+STORED_FLOATS = FLOATS | {BIASED: jnp.float8_e4m3b11fnuz}  # what the pool's bits are to the MXU
 NAN = 0x80
 
 
-def unit_of(pool: Any) -> float:
-    """Of a pool on the TPU that is compiled for, or in the interpreter; 1 of those that are not fp8_e4m3."""
-    is_e4m3 = isinstance(pool, QuantizedPool) and pool.format == "fp8_e4m3"
-    return 16.0 if is_e4m3 and (generation() or 0) < 7 else 1.0
+def format_of(pool: Any) -> str | None:
+    """Of a pool on the TPU that is compiled for, or in the interpreter; None if it is not quantised."""
+    if not isinstance(pool, QuantizedPool):
+        return None
+    is_biased = pool.format == "fp8_e4m3" and (generation() or 0) < 7
+    return BIASED if is_biased else pool.format
 
 
-def stored_float(format: str, unit: float) -> DTypeLike:
-    """What the pool's bits are to the MXU."""
-    return jnp.float8_e4m3b11fnuz if unit > 1 else FLOATS[format]
-
-
-def stored_bits(data: jax.Array, unit: float) -> jax.Array:
+def stored_bits(data: jax.Array, format: str) -> jax.Array:
     """uint8, of `quantize`, as the kernel stores it."""
-    return data if unit == 1 else jnp.where(data & 0x7F == 0x7F, jnp.uint8(NAN), data)
+    return data if format != BIASED else jnp.where(data & 0x7F == 0x7F, jnp.uint8(NAN), data)

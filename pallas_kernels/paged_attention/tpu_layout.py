@@ -26,6 +26,7 @@ from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool, quantize
 from pallas_kernels.mosaic_tpu import LANES
+from pallas_kernels.paged_attention.tpu_choose import shape_of
 from pallas_kernels.paged_attention.tpu_fp8 import stored_bits
 from pallas_kernels.paged_attention.tpu_shape import (
     VMEM_BYTES,
@@ -34,7 +35,6 @@ from pallas_kernels.paged_attention.tpu_shape import (
     TileSizes,
     data,
     scale_rows,
-    shape_of,
     slots_of_register,
     write_sizes,
     write_window,
@@ -221,27 +221,30 @@ def _quantized(shape: Shape, kv: jax.Array, pool: QuantizedPool) -> list[jax.Arr
     """
     stored = None if pool.scale_zero is None else pool.scale_zero.dtype
     data, scale_zero = quantize(kv, pool.format, stored)
-    new = [stored_bits(data, shape.unit).reshape(kv.shape[0], -1)]
+    assert shape.format is not None
+    new = [stored_bits(data, shape.format).reshape(kv.shape[0], -1)]
     if scale_zero is not None:
         of_heads = scale_zero.reshape(kv.shape[0], -1, 2)
         new.append(_scales_of_slots(of_heads, shape.scale_rows).T)
     return new
 
 
-def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
-    """[T, H, D] → [Q, K', P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie.
+def to_tiles(shape: Shape, q: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
+    """[T, H, D] → [Q, K', P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie. If
+    `one_tile_per_row` token by token.
 
     Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_tokens, H * D]; if `comes_by_head`:
-    [H, Q * tile_tokens, W].
+    [H, Q * tile_tokens, W]. Of latents a tuple of the same for each of `query_parts`, with its lanes.
     """
     tile_q, group, period = shape.tile_q, shape.group, shape.period
+    if shape.is_of_latents:
+        return tuple(_of_latents(shape, q[:, :, a:b], b - a) for a, b in shape.query_parts)
     q = jnp.pad(q, ((0, -q.shape[0] % shape.tile_tokens), (0, 0), (0, 0)))
-    if shape.comes_by_head:
-        return jnp.swapaxes(q, 0, 1)
     if shape.is_flat:
         return q.reshape(q.shape[0], -1)
     q = q.reshape(-1, tile_q, shape.num_kv_heads, group, shape.num_planes, shape.head_lanes)
-    q = q.transpose(0, 2, 4, 3, 1, 5).reshape(
+    order = (0, 2, 4, 1, 3, 5) if shape.one_tile_per_row else (0, 2, 4, 3, 1, 5)
+    q = q.transpose(order).reshape(
         q.shape[0], -1, period, shape.num_planes, group * tile_q, shape.head_lanes
     )
 
@@ -259,6 +262,17 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
     )
     rows = (0, shape.rows - tiles.shape[3])
     return jnp.pad(tiles, ((0, 0), (0, 0), (0, 0), rows, (0, 0)))
+
+
+def _of_latents(shape: Shape, q: jax.Array, width: int) -> jax.Array:
+    """A part of queries that latents are multiplied with, [T, H, ..], with zeros up to the width."""
+    tokens = -q.shape[0] % shape.tile_tokens
+    q = jnp.pad(q, ((0, tokens), (0, 0), (0, width - q.shape[2])))
+    if shape.comes_by_head:
+        return jnp.swapaxes(q, 0, 1)
+    # One share of heads: the rows of a tile are those of its tokens, one after the other.
+    rows = q.reshape(-1, 1, 1, shape.group * shape.tile_q, width)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, shape.rows - rows.shape[3]), (0, 0)))
 
 
 def shape_of_results(shape: Shape, tiles: tuple[int, ...]) -> tuple[int, ...]:
@@ -286,6 +300,9 @@ def from_tiles(shape: Shape, out: jax.Array, num_tokens: int) -> jax.Array:
         return out[:, :, in_period, :, :, first : first + lanes]
 
     out = jnp.stack([take(in_period) for in_period in range(period)], axis=2)
-    out = out.reshape(-1, shape.num_kv_heads, shape.num_planes, group, tile_q, lanes)
-    out = out.transpose(0, 4, 1, 3, 2, 5)
+    of_rows, order = (group, tile_q), (0, 4, 1, 3, 2, 5)
+    if shape.one_tile_per_row:
+        of_rows, order = (tile_q, group), (0, 3, 1, 4, 2, 5)
+    out = out.reshape(-1, shape.num_kv_heads, shape.num_planes, *of_rows, lanes)
+    out = out.transpose(order)
     return out.reshape(-1, shape.num_heads, shape.num_planes * lanes)[:num_tokens]

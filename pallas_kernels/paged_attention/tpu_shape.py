@@ -7,16 +7,15 @@ but by shape and dtype.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from pallas_kernels.kv_write.latents import LatentPool
-from pallas_kernels.kv_write.parts import PoolPart, whole
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.mosaic_tpu import LANES
+from pallas_kernels.paged_attention.tpu_fp8 import BIASED, UNIT_OF_BIASED
 
 Pool = Shaped[Array, "N S 2*K*D"] | QuantizedPool  # see `tpu_layout.to_tpu`
 
@@ -68,7 +67,7 @@ class Shape:
     tile_q: int
     dtype: jnp.dtype  # of q and of the result
     pool_dtype: jnp.dtype
-    format: str | None
+    format: str | None  # of the pool, see `tpu_fp8.format_of`
     scale_rows: int  # of a KV head in scale_zero; 0 if there is none
     mask: tuple[float, int | None, float | None]  # scale, window, soft_cap
     sizes: TileSizes
@@ -77,16 +76,33 @@ class Shape:
     # Of a pool of latents: a slot is one key, whose first elements are the value, so there is one KV head. The query
     # heads are divided into `num_kv_heads` shares, each computed as if it had a KV head of its own.
     value_dim: int | None = None
-    unit: float = 1.0  # of the numbers that the MXU reads, see `tpu_fp8.py`
+    # Whether a row has one tile, whose last queries are its own. A tile is ordered by token and then by head, and not
+    # the other way round, so that XLA moves less to make it.
+    one_tile_per_row: bool = False
 
     @property
     def is_of_latents(self) -> bool:
         return self.value_dim is not None
 
     @property
+    def unit(self) -> float:
+        """Of the numbers that the MXU reads, see `tpu_fp8.py`."""
+        return UNIT_OF_BIASED if self.format == BIASED else 1.0
+
+    @property
     def comes_by_head(self) -> bool:
         """Whether queries come as [H, T, W], since XLA multiplies them with a matrix of each head. Results go flat."""
-        return self.is_of_latents and self.tile_q > 1
+        return self.is_of_latents and self.tile_q > 1 and not self.one_tile_per_row
+
+    @property
+    def query_parts(self) -> tuple[tuple[int, int], ...]:
+        """The lanes [first, end) of each array that queries come in. What is multiplied with latents and what is
+        rotated come apart: XLA would copy both to put them side by side.
+        """
+        width, values = self.read_lanes, self.value_dim or 0
+        if self.is_of_latents and values % LANES == 0 and values < width:
+            return (0, values), (values, width)
+        return ((0, width),)
 
     @property
     def num_planes(self) -> int:
@@ -133,7 +149,8 @@ class Shape:
     @property
     def _is_tall(self) -> bool:
         """Whether the queries of a head in a tile are whole registers of rows."""
-        return self.tile_q % slots_of_register(self.dtype) == 0
+        is_by_head = not self.one_tile_per_row
+        return is_by_head and self.tile_q % slots_of_register(self.dtype) == 0
 
     @property
     def _is_whole(self) -> bool:
@@ -252,11 +269,11 @@ class Shape:
 
     @property
     def kv_buffers(self) -> int:
-        """Fetches of keys in VMEM: with one query per row two are on their way while one is computed.
+        """Fetches of keys in VMEM: with one or a few queries per row two are on their way while one is computed.
 
         Short rows wait for memory's latency, and tiles of many queries are computed for longer than they come.
         """
-        return 3 if self.tile_q == 1 else 2
+        return 3 if self.tile_q == 1 or self.one_tile_per_row else 2
 
     @property
     def vmem_bytes(self) -> int:
@@ -303,60 +320,6 @@ def data(pool: Pool) -> jax.Array:
 
 def slots_of_register(dtype: jnp.dtype) -> int:
     return 32 // jnp.dtype(dtype).itemsize
-
-
-def shape_of(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    pool: Pool | PoolPart | LatentPool,
-    num_kv_heads: int,
-    blocks_per_row: int,
-    *,
-    sizes: TileSizes,
-    mask: tuple[float, int | None, float | None] = (1.0, None, None),
-    one_query_per_row: bool = False,
-    unit: float = 1.0,
-) -> Shape:
-    """The shape of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with
-    prompts; 1 where rows have one query. Of a `LatentPool` heads are as wide as its slots.
-    """
-    part = pool.index if isinstance(pool, PoolPart) else None
-    head_dim, value_dim = q.shape[2], None
-    least_tile_q = 2  # 1 would mean that every row has one query
-    group = q.shape[1] // num_kv_heads
-    rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)
-    tile_q = 1 << (min(128, max(16, rows // group)).bit_length() - 1)
-    if isinstance(pool, LatentPool):
-        # With fewer a head's queries in a tile would be no whole registers, see `Scratch.queries`.
-        head_dim, value_dim, least_tile_q = pool.shape[3], pool.value_dim, 16
-        if not one_query_per_row:
-            # Two shares or more: products of one fill the waits for the weights of another.
-            tile_q = 1 << (min(128, max(16, 2 * rows // group)).bit_length() - 1)
-            fitting = range(1, max(1, rows // tile_q) + 1)
-            group = max(n for n in fitting if q.shape[1] % n == 0)
-            num_kv_heads = q.shape[1] // group
-    pool = whole(pool)
-    has_scales = isinstance(pool, QuantizedPool) and pool.scale_zero is not None
-    shape = Shape(
-        num_kv_heads=num_kv_heads,
-        group=group,
-        head_dim=head_dim,
-        block_size=pool.shape[1],
-        blocks_per_row=blocks_per_row,
-        tile_q=1 if one_query_per_row else tile_q,
-        dtype=jnp.dtype(q.dtype),
-        pool_dtype=data(pool).dtype,
-        format=pool.format if isinstance(pool, QuantizedPool) else None,
-        scale_rows=scale_rows(num_kv_heads) if has_scales else 0,
-        mask=mask,
-        sizes=sizes,
-        value_dim=value_dim,
-        unit=unit,
-    )
-    if part is not None and shape.width < pool.shape[2]:
-        shape = replace(shape, first_lane=part * shape.width)
-    while shape.tile_q > least_tile_q and shape.vmem_bytes > VMEM_BYTES:
-        shape = replace(shape, tile_q=shape.tile_q // 2)
-    return shape
 
 
 def write_sizes(shape: Shape) -> list[int]:

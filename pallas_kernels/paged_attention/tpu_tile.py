@@ -21,10 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_write.quantized import FLOATS
 from pallas_kernels.mosaic_tpu import LANES, repeat, wide
 from pallas_kernels.paged_attention import tpu_spread
-from pallas_kernels.paged_attention.tpu_fp8 import stored_float
+from pallas_kernels.paged_attention.tpu_fp8 import STORED_FLOATS
 from pallas_kernels.paged_attention.tpu_shape import (
     QUERY_BUFFERS,
     Shape,
@@ -239,8 +238,8 @@ def _planes(shape: Shape, data: jax.Array) -> list[jax.Array]:
     """
     if shape.format is None:
         return [data]
-    if shape.format in FLOATS:
-        values = pltpu.bitcast(data, stored_float(shape.format, shape.unit))
+    if shape.format in STORED_FLOATS:
+        values = pltpu.bitcast(data, STORED_FLOATS[shape.format])
         return [values if shape.dtype == jnp.bfloat16 else values.astype(shape.dtype)]
     if shape.format == "int8":
         return [data.astype(jnp.int32).astype(jnp.float32).astype(shape.dtype)]

@@ -104,13 +104,15 @@ def units(
     query_starts: jax.Array,
     has_units: jax.Array,
     num_tokens: int,
+    query_lens: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Units of the rows that have some, in the order of doing them: the arrays of `Units`, and their number.
 
-    has_units: bool[R]; such rows have queries.
+    has_units: bool[R]; such rows have queries. query_lens: the last so many tokens of each row are queries; None: all.
     """
     tokens = shape.tile_tokens
-    first = query_starts[:-1] // tokens
+    begins = query_starts if query_lens is None else query_starts[1:] - query_lens
+    first = begins[: kv_lens.shape[0]] // tokens
     counts = jnp.where(has_units, -(-query_starts[1:] // tokens) - first, 0)
     most_rows = min(kv_lens.shape[0], num_tokens)
     row, number, total = expand(counts, -(-num_tokens // tokens) + most_rows)
@@ -120,7 +122,7 @@ def units(
     end_key = jnp.minimum(query_starts[row + 1], (tile + 1) * tokens) + before
     first_key = jnp.zeros_like(end_key)
     if (window := shape.mask[1]) is not None:
-        position = jnp.maximum(query_starts[row], tile * tokens) + before
+        position = jnp.maximum(begins[row], tile * tokens) + before
         first_key = jnp.maximum(position - window + 1, 0)
     return [row, tile, jnp.cumsum(moved, dtype=jnp.int32), first_key, end_key, total]
 
@@ -156,13 +158,17 @@ class Units:
         next_first = self.fetches(jnp.minimum(unit + 1, most))[0]
         return unit + is_last.astype(jnp.int32), jnp.where(is_last, next_first, fetch + 1)
 
+    @property
+    def _has_one_unit_per_tile(self) -> bool:
+        return self.rows.shape.tile_tokens == 1 or self.rows.shape.one_tile_per_row
+
     def begins_visit(self, unit):
-        if self.rows.shape.tile_tokens == 1:
+        if self._has_one_unit_per_tile:
             return True
         return (unit == 0) | (self.visit[unit] != self.visit[jnp.maximum(unit - 1, 0)])
 
     def ends_visit(self, unit):
-        if self.rows.shape.tile_tokens == 1:
+        if self._has_one_unit_per_tile:
             return True
         after = jnp.minimum(unit + 1, self.row.shape[0] - 1)
         return (unit == self.total - 1) | (self.visit[unit] != self.visit[after])

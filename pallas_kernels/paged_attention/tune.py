@@ -6,7 +6,7 @@
 Tuned is what changes the speed and, from one kind of device to another, the order of sums. Never tuned is what would
 make a result depend on its batch: `gpu_layout.Division` and others, which cut the sums of a row, are constants; a TPU's
 `tile_kv`, which cuts them too, is one number for an engine, whatever it computes. No size lets a TPU's kernel take more
-VMEM than it may have (`tpu_shape.shape_of`).
+VMEM than it may have (`tpu_choose.shape_of`).
 """
 
 from __future__ import annotations

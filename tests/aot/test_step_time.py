@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 
@@ -156,6 +157,23 @@ def test_a_launch_that_writes_nothing_has_no_rows():
     assert bundles(dataclasses.replace(OF_PROMPT, inner=inner), rows) == 300
 
 
+WITH_DRAFTS = TILES | {"tile_q": 4, "tile_tokens": 4, "one_tile_per_row": True}
+
+
+def test_rows_with_drafts_are_written_by_one_launch_and_computed_by_another():
+    """Each has one unit, wherever it begins; longer rows are the first launch's, too."""
+    rows = Rows(count=3, query_len=3, kv_len=512, **WITH_DRAFTS)
+    assert list(rows.units()) == [(0, 3)] * 3
+    inner = tuple(each for each in OF_PROMPT.inner if each is not WRITE)
+    attends = dataclasses.replace(OF_PROMPT, inner=inner)
+    assert bundles(OF_PROMPT, rows) == 300 + 3 * 200
+    of_drafts = bundles(attends, rows, is_of_drafts=True)
+    assert of_drafts == 300 + 3 * (ONCE_A_UNIT + 60 + 120 + 900 + 9 + 8 * 14)
+    assert bundles(attends, rows) == 300
+    longer = Rows(count=3, query_len=5, kv_len=512, **TILES)
+    assert bundles(attends, longer, is_of_drafts=True) == 300
+
+
 def kind(layers: int, *, window: int | None = None, width: int = 512, tiles: dict | None = None):
     """Of attention."""
     return {
@@ -234,6 +252,36 @@ def test_layers_with_a_window_take_the_time_of_its_keys():
     mixed = [kind(21, window=2), kind(7)]
     assert attention(attention_kinds=mixed) == pytest.approx((3 * short + whole) / 4)
     assert short < whole
+
+
+def test_steps_with_drafts_have_a_launch_for_their_rows():
+    """Unless these have more queries than its tiles have."""
+
+    def attention(num_tokens: int) -> float:
+        tiles = ALL_TILES | {"drafts": WITH_DRAFTS}
+        values = of_tpu() | {"attention_kinds": [kind(28, tiles=tiles)]}
+        drafts = {"forward": "forward T=2048", "num_tokens": num_tokens, "model": None}
+        forward, sample = values["programs"][1:]
+        (writes,) = forward["time"]["kernels"]
+        inner = tuple(each for each in OF_PROMPT.inner if each is not WRITE)
+        writes |= {"program": dataclasses.asdict(OF_PROMPT)}
+        attends = dataclasses.asdict(dataclasses.replace(OF_PROMPT, inner=inner))
+        of_drafts = writes | {"name": "paged_attention_of_drafts", "program": attends}
+        forward["time"] = forward["time"] | {"kernels": [writes, of_drafts]}
+        values["programs"].append(sample | {"name": "verify R=64"})
+        values["drafts"] = drafts
+        (decode, *_) = step_times(values, estimate(values))
+        (part,) = [part for part in decode.parts if part.what == "attention (bundles)"]
+        assert not any("loops once" in part.what for part in decode.parts)
+        return part.ms * values["chip"]["clock"] / 1000 / 28
+
+    rows = partial(Rows, count=64, kv_len=1000)
+    few, many = rows(query_len=4, **WITH_DRAFTS), rows(query_len=5, **TILES)
+    inner = tuple(each for each in OF_PROMPT.inner if each is not WRITE)
+    attends = dataclasses.replace(OF_PROMPT, inner=inner)
+    of_few = bundles(OF_PROMPT, few) + bundles(attends, few, is_of_drafts=True)
+    assert attention(3) == pytest.approx(of_few)
+    assert attention(4) == pytest.approx(bundles(OF_PROMPT, many) + 300)
 
 
 def test_layers_with_other_heads_have_kernels_of_their_own():

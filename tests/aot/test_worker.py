@@ -8,6 +8,7 @@ import json
 import jax
 import pytest
 
+from jaxpage.aot.attention_kinds import attention_kinds
 from jaxpage.aot.exchange import Collective
 from jaxpage.aot.experts import (
     exchange_of_experts,
@@ -28,6 +29,7 @@ from jaxpage.parallel.mesh import local_mesh
 from jaxpage.speculation import SpeculativeConfig
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import choose_experts
+from pallas_kernels.paged_attention.tpu_shape import TileSizes
 from tests.aot.gemma4 import MODELS as GEMMA_4
 from tests.aot.heads import HEAD
 from tests.aot.models import DEEPSEEK_V2_LITE, EXPERTS, MODELS, QWEN2_5_VL_3B
@@ -208,6 +210,20 @@ def test_an_mtp_layer_of_a_model_with_a_recurrent_state_has_attention(num_device
     assert model["recurrence"] is None and model["kv_groups"] == [[None, 1]]
     assert model["block_bytes"] == spec.block_bytes // 3
     assert model["kind"] == "the MTP layer"
+
+
+def test_attention_of_rows_with_drafts_has_tiles_of_its_own_on_tpus(tmp_path):
+    """Of the model and of its draft model."""
+    spec = spec_with_drafts(tmp_path)
+    assert [pool.num_drafts for pool in spec.pools] == [4, 4]
+    on_tpu = {"layout": "tpu", "attention": "tpu", "kernel_sizes": TileSizes(), "block_size": 128}
+    pool = dataclasses.replace(spec.pool, **on_tpu)
+    (kind,) = attention_kinds(dataclasses.replace(spec, pool=pool))
+    tiles = {step: each["tile_q"] for step, each in kind["tiles"].items()}
+    assert tiles == {"decode": 1, "prefill": 32, "drafts": 8}
+    pool = dataclasses.replace(pool, num_drafts=spec_of(SHORT_MIXTURE, tmp_path).pool.num_drafts)
+    (kind,) = attention_kinds(dataclasses.replace(spec, pool=pool))
+    assert kind["tiles"].keys() == {"decode", "prefill"}
 
 
 def test_prompt_lookup_has_drafts_without_a_model(tmp_path):

@@ -22,7 +22,7 @@ from pallas_kernels.kv_write.latents import LatentPool
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.mosaic_tpu import LANES
-from pallas_kernels.paged_attention import cases, reference, tpu_layout
+from pallas_kernels.paged_attention import cases, reference, tpu_choose, tpu_layout
 from tests.kernels import test_paged_attention_tpu as on_tpu
 from tests.kernels.block_copy import assert_same
 
@@ -51,20 +51,25 @@ def arguments(case: cases.Case, value_dim: int) -> dict:
 
 
 def check(
-    case: cases.Case, *, value_dim: int = VALUE_DIM, one_query_per_row: bool = False, **static
+    case: cases.Case,
+    *,
+    value_dim: int = VALUE_DIM,
+    one_query_per_row: bool = False,
+    num_drafts: int = 0,
 ) -> None:
     case = replace(case, num_kv_heads=1, head_dim=HEAD_DIM)
     least = 32 if case.format else 32 // jnp.dtype(case.dtype).itemsize
     case = replace(case, block_size=max(case.block_size, least))
     arrays = arguments(case, value_dim)
-    static |= on_tpu.static_of(case)
+    static = on_tpu.static_of(case)
     q, k, v, slots = (arrays[name] for name in ("q", "k", "v", "slot_mapping"))
     rows = [arrays[name] for name in ("block_table", "kv_lens", "query_starts")]
     pool = LatentPool(jax.tree.map(jnp.asarray, arrays["pool"]), value_dim)
     written = write_kv(pool, k, v, slots)
     definition = jax.jit(partial(reference.paged_attention, **static))
     expected = np.asarray(definition(q, written, *rows), np.float32)
-    kernel = on_tpu.program(one_query_per_row=one_query_per_row, **dict(sorted(static.items())))
+    static |= {"one_query_per_row": one_query_per_row, "num_drafts": num_drafts}
+    kernel = on_tpu.program(**dict(sorted(static.items())))
     out, after = jax.block_until_ready(kernel(q, k, v, pool, *rows))
     races = on_tpu.interpret_pallas_call.races
     assert races is not None and not races.races_found
@@ -104,6 +109,18 @@ def test_any_number_of_heads_is_divided_into_shares(num_heads):
 def test_values_may_end_within_a_register(one_query_per_row):
     case = DECODE if one_query_per_row else MIXED
     check(case, value_dim=96, one_query_per_row=one_query_per_row)
+
+
+@pytest.mark.parametrize(("value_dim", "widths"), [(128, [128, 128]), (96, [256]), (256, [256])])
+def test_queries_come_as_they_are_computed(value_dim, widths):
+    """What latents are multiplied with is not copied to stand beside what is rotated, if it is whole registers."""
+    pool = LatentPool(jax.ShapeDtypeStruct((9, 16, WIDTH), jnp.bfloat16), value_dim)
+    q = jnp.ones((40, 8, HEAD_DIM), jnp.bfloat16)
+    shape = tpu_choose.shape_of(q, pool, 1, 9, sizes=tpu_layout.TileSizes())
+    parts = tpu_layout.to_tiles(shape, q)
+    assert [part.shape for part in parts] == [(8, 64, width) for width in widths]
+    joined = np.concatenate(parts, axis=2).astype(np.float32)
+    assert (joined[:, :40, :HEAD_DIM] == 1).all() and joined.sum() == 8 * 40 * HEAD_DIM
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention import (
     cases,
     reference,
     tpu,
+    tpu_choose,
     tpu_fp8,
     tpu_lanes,
     tpu_layout,
@@ -275,8 +276,8 @@ def test_a_key_that_is_no_number_is_none_in_8_bits(dtype):
 def test_bits_are_numbers_of_another_bias_to_an_mxu():
     """All that a pool may have: not -0, and for NaN other bits."""
     given = np.delete(np.arange(256, dtype=np.uint8), 0x80)
-    bits = np.asarray(tpu_fp8.stored_bits(jnp.asarray(given), 16.0))
-    found = bits.view(tpu_fp8.stored_float("fp8_e4m3", 16.0)).astype(np.float32) * 16
+    bits = np.asarray(tpu_fp8.stored_bits(jnp.asarray(given), tpu_fp8.BIASED))
+    found = bits.view(tpu_fp8.STORED_FLOATS[tpu_fp8.BIASED]).astype(np.float32) * 16
     np.testing.assert_array_equal(found, given.view(FLOATS["fp8_e4m3"]).astype(np.float32))
 
 
@@ -357,7 +358,7 @@ def test_heads_that_are_no_whole_registers(
     )
     case, sizes = fitting(case, format), tpu_layout.TileSizes(tile_rows=64)
     arrays = arrays_of(case)
-    shape = tpu_shape.shape_of(
+    shape = tpu_choose.shape_of(
         arrays["q"], to_tpu(arrays["pool"]), num_kv_heads, blocks_per_row=1, sizes=sizes
     )
     assert shape.spreads_heads == spreads
@@ -467,7 +468,7 @@ def test_a_fetch_has_a_power_of_two_of_tiles(window):
     )
     case = fitting(case, "int8")
     arrays = arrays_of(case)
-    shape = tpu_shape.shape_of(
+    shape = tpu_choose.shape_of(
         arrays["q"],
         to_tpu(arrays["pool"]),
         5,
@@ -483,7 +484,7 @@ def test_a_fetch_has_a_power_of_two_of_tiles(window):
 @pytest.mark.parametrize("heads", [(100, 100, 128), (8, 8, 64)])
 def test_rows_with_several_queries_have_tiles_of_several(heads):
     q, pool = shapes(heads=heads, block_size=16)
-    shape = tpu_shape.shape_of(q, pool, heads[1], 32, sizes=tpu_layout.TileSizes())
+    shape = tpu_choose.shape_of(q, pool, heads[1], 32, sizes=tpu_layout.TileSizes())
     assert shape.tile_q > 1
     why = tpu_layout.unsupported_reason(q, pool, heads[1], (64, 32))
     assert (why is not None) == (shape.vmem_bytes > tpu_layout.VMEM_BYTES)
@@ -596,7 +597,7 @@ def test_a_fetch_of_several_tiles_cuts_the_same_sums(format, window, monkeypatch
     arrays = arrays_of(case)
     sizes = tpu_layout.TileSizes(tile_kv=128)
     given: dict[str, Any] = {"one_query_per_row": True, "sizes": sizes}
-    shape = tpu_layout.shape_of(arrays["q"], to_tpu(arrays["pool"]), case.num_kv_heads, 18, **given)
+    shape = tpu_choose.shape_of(arrays["q"], to_tpu(arrays["pool"]), case.num_kv_heads, 18, **given)
     assert (shape.tile_kv, shape.tiles_of_fetch) == (128, 4)
     several = check(case, arrays, **given)
     monkeypatch.setattr(tpu_shape, "MOST_TILES", 1)
@@ -652,7 +653,7 @@ def test_no_candidate_takes_more_memory_than_there_is(heads, dtype, format):
                 assert "bytes" in reason and heads == (32, 32, 256) and dtype == "float32"
                 continue
             of_kind = [
-                tpu_layout.shape_of(q, pool, heads[1], 256, sizes=sizes, one_query_per_row=one)
+                tpu_choose.shape_of(q, pool, heads[1], 256, sizes=sizes, one_query_per_row=one)
                 for one in (True, False)
             ]
             assert max(shape.vmem_bytes for shape in of_kind) <= tpu_layout.VMEM_BYTES
