@@ -160,18 +160,20 @@ def gated(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 def _of_columns(x: jax.Array, num_columns: int) -> jax.Array:
     """float32[..., V] of what each head has, [..., J]."""
-
-    def product(x: jax.Array) -> jax.Array:
-        # Exact: three bfloat16 products with a one give back a float32. Repeated, XLA on TPUs would turn x and all that
-        # it is multiplied with.
-        number = x.shape[-1]
-        head = jnp.arange(num_columns) // (num_columns // number)
-        is_own = jnp.arange(number)[:, None] == head[None]
-        return jnp.matmul(x, is_own.astype(x.dtype), precision=lax.Precision.HIGHEST)
-
+    # To repeat it XLA on TPUs would turn it, and all that it is multiplied with.
     return lax.platform_dependent(
-        x, tpu=product, default=partial(of_columns, num_columns=num_columns)
+        x,
+        tpu=partial(of_columns_by_product, num_columns=num_columns),
+        default=partial(of_columns, num_columns=num_columns),
     )
+
+
+def of_columns_by_product(x: jax.Array, num_columns: int) -> jax.Array:
+    """The same bits: a float32 is the sum of three bfloat16, which are multiplied with a one."""
+    number = x.shape[-1]
+    head = jnp.arange(num_columns) // (num_columns // number)
+    is_own = jnp.arange(number)[:, None] == head[None]
+    return jnp.matmul(x, is_own.astype(x.dtype), precision=lax.Precision.HIGHEST)
 
 
 def _like(parameter: nnx.Param, x: jax.Array) -> jax.Array:

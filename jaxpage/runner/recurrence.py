@@ -202,6 +202,8 @@ def _convolve(
     float32[T, channels of each input].
     """
     x, weight = jnp.concatenate(inputs, axis=1), jnp.concatenate(weights).astype(jnp.float32)
+    # Otherwise XLA on TPUs may lay out a product by channel, if there are no whole registers of them, and copy what is
+    # made of it.
     x = layouts.with_layout_constraint(x, layouts.Layout((0, 1)))
     num_kept = weight.shape[1] - 1
     num_drafts = field.shape[1] // x.shape[1] - num_kept

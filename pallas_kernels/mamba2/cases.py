@@ -17,6 +17,7 @@ CASES = (
     Case(name="several-steps-a-row", rows=3, keys=1, values=48, value_dim=64),
     Case(name="narrow-keys", rows=4, key_dim=16),
     Case(name="one-value-a-key", rows=3, keys=8, values=1),
+    Case(name="more-rows-than-a-register", rows=11, most=13, num_slots=16),
 )
 WINDOW_CASES = (
     WindowCase(name="no-row", rows=()),

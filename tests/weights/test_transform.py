@@ -22,7 +22,7 @@ from jaxpage.ops.matmul import XLA, MatmulKernel, choose, matmul
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.transform import choose_lookups, choose_products, join_projections, quantize
 from pallas_kernels.quant_matmul import quantized
-from tests import checkpoints, mixtures
+from tests import checkpoints, dense_families, mixtures
 
 # Biases, norms of q and k, another layer with the same parts.
 FAMILIES = ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma2"))]
@@ -57,6 +57,22 @@ def test_joined_projections_compute_the_same(family, tmp_path):
     np.testing.assert_array_equal(
         after["model.layers.0.self_attn.qkv_proj.weight"], np.concatenate(qkv)
     )
+
+
+def test_projections_of_recurrent_layers_may_stay_apart(tmp_path):
+    hf_config = checkpoints.config(dense_families.build("granite_hybrid", 0, tmp_path))
+    found = []
+    for recurrent in (False, True):
+        model = initialise(build(hf_config, dtype="float32", max_model_len=64), seed=3)
+        join_projections(model, recurrent=recurrent)
+        names = " ".join(parameters(model))
+        assert "qkv_proj.weight" in names
+        assert ("in_proj_x.weight" in names, "in_proj.weight" in names) == (
+            not recurrent,
+            recurrent,
+        )
+        found.append(logits(model))
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
