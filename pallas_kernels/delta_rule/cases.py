@@ -34,6 +34,7 @@ CASES = (
     Case(name="three-values-a-key", rows=4, keys=5, values=3),
     Case(name="narrow-keys", rows=4, key_dim=64),
     Case(name="wide-values", rows=2, value_dim=256),
+    Case(name="more-rows-than-a-register", rows=11, most=13, num_slots=16),
 )
 
 

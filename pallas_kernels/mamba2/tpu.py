@@ -10,13 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta_rule.reference import Rows
-from pallas_kernels.delta_rule.tpu import MOST_BYTES
+from pallas_kernels.delta_rule.tpu import MOST_BYTES, column, is_row, row_of
 from pallas_kernels.mamba2.reference import of_columns
 from pallas_kernels.mosaic_tpu import LANES
 
@@ -66,18 +65,19 @@ def one_token(
 
     def kernel(_slots, begins, number, states, q, k, v, decay, new_states, out):
         index = pl.program_id(2)
-        row = pl.ds(index % at_once, 1)
+        is_own = is_row(index % at_once, at_once)
 
         @pl.when(index < number[0])
         def _():
             is_new = begins[index] > 0
-            key, query = _column(k[row]), _column(q[row])
+            key, query = (column(row_of(x[...], is_own)) for x in (k, q))
             for start in range(0, width, _TURN * LANES):
                 some = pl.ds(start, min(_TURN * LANES, width - start))
-                state = jnp.where(is_new, 0.0, states[:, some]) * decay[row, some]
-                state += key * v[row, some]
+                state = jnp.where(is_new, 0.0, states[:, some])
+                state = state * row_of(decay[:, some], is_own) + key * row_of(v[:, some], is_own)
                 new_states[:, some] = state
-                out[row, some] = jnp.sum(state * query, axis=0, keepdims=True)
+                new = jnp.sum(state * query, axis=0, keepdims=True)
+                out[:, some] = jnp.where(is_own, new, out[:, some])
 
     shape = (num_rows, num_keys * num_columns)
     call = pl.pallas_call(
@@ -102,10 +102,3 @@ def one_token(
     by_key = (x.swapaxes(0, 1) for x in (q, k))
     new_states, out = call(*scalars, states, *by_key, v.reshape(shape), decay.reshape(shape))
     return new_states, out.reshape(v.shape)
-
-
-def _column(row: jax.Array) -> jax.Array:
-    """[D, 1] of [1, D]"""
-    shape = (row.shape[1], row.shape[1])
-    is_own = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
-    return jnp.sum(jnp.where(is_own, row, 0.0), axis=1, keepdims=True)

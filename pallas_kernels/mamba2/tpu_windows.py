@@ -67,8 +67,10 @@ def by_windows(
         """[N, blocks, W, C, heads]"""
         return x.reshape(num_windows, size, num_keys, num_blocks, heads).transpose(2, 3, 0, 1, 4)
 
+    # All heads of a token side by side, as XLA has them.
+    side_by_side = (num_windows, size, -1)
     given = (
-        *(x.transpose(2, 0, 1, 3) for x in (windows.q, windows.k, windows.v)),  # [N, W, C, ...]
+        *(x.reshape(side_by_side) for x in (windows.q, windows.k, windows.v)),
         by_block(total),
         by_block(before),
         by_block(total).swapaxes(-1, -2),
@@ -79,12 +81,10 @@ def by_windows(
         return step // num_blocks, step % num_blocks
 
     keys = pl.BlockSpec(
-        (None, None, size, key_dim),
-        lambda step, part, window, *_: (place(step)[0], window[part], 0, 0),
+        (None, size, key_dim), lambda step, part, window, *_: (window[part], 0, place(step)[0])
     )
     values = pl.BlockSpec(
-        (None, None, size, lanes),
-        lambda step, part, window, *_: (place(step)[0], window[part], 0, place(step)[1]),
+        (None, size, lanes), lambda step, part, window, *_: (window[part], 0, step)
     )
 
     def of_heads(*shape: int) -> pl.BlockSpec:
@@ -122,7 +122,7 @@ def by_windows(
         interpret=interpret,
         name="mamba2_windows",
     )(*scalars, number[None], states, *given)
-    return new_states, out.transpose(1, 2, 0, 3)
+    return new_states, out.reshape(windows.v.shape)
 
 
 class _Refs(NamedTuple):
