@@ -54,10 +54,9 @@ def by_windows(
         """[N, W, C, J]"""
         return x.transpose(2, 0, 1, 3)
 
-    # All heads of a token side by side, as XLA has them.
-    side_by_side = (num_windows, size, -1)
     given = (
-        *(x.reshape(side_by_side) for x in (windows.q, windows.k, windows.v)),
+        *(x.transpose(2, 0, 1, 3) for x in (windows.q, windows.k)),  # [N, W, C, D]
+        windows.v.transpose(2, 0, 3, 1, 4),  # [N, W, J, C, F]
         *map(columns, (total, before, windows.beta)),
         total.transpose(2, 0, 3, 1),  # [N, W, J, C]
     )
@@ -68,18 +67,13 @@ def by_windows(
             (heads, None, *shape), lambda head, part, window, *_: (head, window[part], *zeros)
         )
 
-    def of_heads(lanes: int) -> pl.BlockSpec:
-        """lanes: of a key head."""
-        return pl.BlockSpec(
-            (None, size, heads * lanes), lambda head, part, window, *_: (window[part], 0, head)
-        )
-
-    keys, gates = of_heads(key_dim), of_window(size, num_values)
-    values = of_heads(num_values * value_dim)
+    keys, gates = of_window(size, key_dim), of_window(size, num_values)
+    values = of_window(num_values, size, value_dim)
     of_states = pl.BlockSpec(
         (None, heads, num_values, key_dim, value_dim),
         lambda head, part, window, first, end, kept_end, slots, *_: (slots[part], head, 0, 0, 0),
     )
+    out_shape = (num_keys, num_windows, num_values, size, value_dim)
     scalars = (x.astype(jnp.int32) for x in parts)
     new_states, out = pl.pallas_call(
         _body,
@@ -94,18 +88,18 @@ def by_windows(
         ),
         out_shape=[
             jax.ShapeDtypeStruct(states.shape, states.dtype),
-            jax.ShapeDtypeStruct(given[2].shape, jnp.float32),
+            jax.ShapeDtypeStruct(out_shape, jnp.float32),
         ],
         input_output_aliases={8: 0},
         interpret=interpret,
         name="delta_rule_windows",
     )(*scalars, number[None], states, *given)
-    return new_states, out.reshape(windows.v.shape)
+    return new_states, out.transpose(1, 3, 0, 2, 4)
 
 
 class _Refs(NamedTuple):
-    """Of the kernel: the parts, then of one step states [heads, J, D, F], keys [C, heads * D], gates [heads, C, J], and
-    values [C, heads * J * F].
+    """Of the kernel: the parts, then of one step states [heads, J, D, F], keys [heads, C, D], gates [heads, C, J], and
+    values [heads, J, C, F].
     """
 
     window: Any
@@ -181,21 +175,15 @@ def _body(*given: Any) -> None:
 
     @pl.when(part < refs.number[0])
     def _():
-        heads, num_values, key_dim, value_dim = refs.states.shape
-        size, zero = refs.v.shape[0], jnp.zeros((), jnp.float32)
+        (heads, num_values, size), zero = refs.v.shape[:3], jnp.zeros((), jnp.float32)
         column = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         lane = lax.broadcasted_iota(jnp.int32, (1, size), 1)
         own = own_tokens(refs.first[part], refs.end[part], refs.kept_end[part], size)
         is_own = own.tokens
         is_new_window = (part == 0) | (refs.window[jnp.maximum(part - 1, 0)] != refs.window[part])
         pairs = [(head, value) for head in range(heads) for value in range(num_values)]
-        of_keys = [pl.ds(head * key_dim, key_dim) for head in range(heads)]
-        of_values = {
-            (head, value): pl.ds((head * num_values + value) * value_dim, value_dim)
-            for head, value in pairs
-        }
-        keys = [jnp.where(is_own, refs.k[:, lanes], zero) for lanes in of_keys]
-        queries = [jnp.where(is_own, refs.q[:, lanes], zero) for lanes in of_keys]
+        keys = [jnp.where(is_own, refs.k[head], zero) for head in range(heads)]
+        queries = [jnp.where(is_own, refs.q[head], zero) for head in range(heads)]
         both = [jnp.concatenate(x, axis=0) for x in zip(keys, queries, strict=True)]
         products = [product(x, key, 1, 1) for x, key in zip(both, keys, strict=True)]  # [2 C, C]
         found = [_decays(refs, own, *pair) for pair in pairs]
@@ -215,7 +203,7 @@ def _body(*given: Any) -> None:
             product(both[head], state, 1, 0) for state, (head, _) in zip(old, pairs, strict=True)
         ]
         new = [
-            product(inverse, rate * (refs.v[:, of_values[pair]] - decay.since * seen[:size]), 1, 0)
+            product(inverse, rate * (refs.v[pair] - decay.since * seen[:size]), 1, 0)
             for inverse, decay, rate, seen, pair in zip(
                 inverses, found, rates, known, pairs, strict=True
             )
@@ -226,8 +214,8 @@ def _body(*given: Any) -> None:
         for n, (pair, decay) in enumerate(zip(pairs, found, strict=True)):
             outputs = product(products[pair[0]][size:] * decay.between, new[n], 1, 0)
             outputs += decay.since * known[n][size:]
-            others = jnp.where(is_new_window, zero, refs.out[:, of_values[pair]])
-            refs.out[:, of_values[pair]] = jnp.where(is_own, outputs, others)
+            others = jnp.where(is_new_window, zero, refs.out[pair])
+            refs.out[pair] = jnp.where(is_own, outputs, others)
 
 
 def _unit_lower_inverses(
