@@ -1,8 +1,7 @@
 """The gated delta rule for rows of one token on a TPU: each state is read and written once, in place.
 
-A step of the grid has some heads of a row. A head's state is 16 registers of D x F. Tokens come as XLA lays them out,
-those of eight rows at a time; keys and queries are turned into columns, which are broadcast along the lanes. XLA would
-gather the states of all rows, and read and write them three times.
+A step of the grid has some heads of a row. A head's state is 16 registers of D x F; keys and queries are columns, which
+are broadcast along the lanes. XLA would gather the states of all rows, and read and write them three times.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -47,44 +45,41 @@ def one_token(
     heads = num_keys
     while heads * num_values * key_dim * value_dim * 4 > MOST_BYTES or num_keys % heads:
         heads -= 1
-    parts, values, num_rows = num_keys // heads, heads * num_values, rows.slots.size
-    at_once = min(_SUBLANES, num_rows)
+    parts, values = num_keys // heads, heads * num_values
 
-    def by_part(x: jax.Array) -> jax.Array:
-        """[parts, n, heads J] of [n, N, J]"""
-        return x.reshape(num_rows, parts, values).swapaxes(0, 1)
+    def columns(x: jax.Array) -> jax.Array:
+        """[n, parts, D, heads]"""
+        return x.reshape(-1, parts, heads, key_dim).swapaxes(2, 3)
 
-    of_keys = pl.BlockSpec((heads, at_once, key_dim), lambda part, i, *_: (part, i // at_once, 0))
-    of_gates = pl.BlockSpec((None, at_once, values), lambda part, i, *_: (part, i // at_once, 0))
-    of_values = pl.BlockSpec(
-        (at_once, values * value_dim), lambda part, i, *_: (i // at_once, part)
-    )
+    def lanes(x: jax.Array) -> jax.Array:
+        """[n, N J, F]"""
+        wide = jnp.broadcast_to(x[..., None], (*x.shape, value_dim))
+        return wide.reshape(-1, num_keys * num_values, value_dim)
+
+    of_heads = pl.BlockSpec((None, None, key_dim, heads), lambda i, part, *_: (i, part, 0, 0))
+    of_values = pl.BlockSpec((None, values, value_dim), lambda i, part, *_: (i, part, 0))
     of_states = pl.BlockSpec(
         (None, heads, num_values, key_dim, value_dim),
-        lambda part, i, slots, *_: (slots[i], part, 0, 0, 0),
+        lambda i, part, slots, *_: (slots[i], part, 0, 0, 0),
     )
 
     def kernel(_slots, begins, number, states, q, k, v, decay, beta, new_states, out):
-        index = pl.program_id(1)
-        is_own = is_row(index % at_once, at_once)
+        index = pl.program_id(0)
 
         @pl.when(index < number[0])
         def _():
             is_new = begins[index] > 0
-            decays, betas = row_of(decay[...], is_own), row_of(beta[...], is_own)
             for head in range(heads):
-                key, query = (column(row_of(x[head], is_own)) for x in (k, q))
+                key, query = k[:, pl.ds(head, 1)], q[:, pl.ds(head, 1)]
                 for value in range(num_values):
-                    place = head * num_values + value
-                    gate, lanes = slice(place, place + 1), pl.ds(place * value_dim, value_dim)
-                    state = jnp.where(is_new, 0.0, states[head, value]) * decays[:, gate]
+                    row = pl.ds(head * num_values + value, 1)
+                    state = jnp.where(is_new, 0.0, states[head, value]) * decay[row]
                     known = jnp.sum(state * key, axis=0, keepdims=True)
-                    state += key * (betas[:, gate] * (row_of(v[:, lanes], is_own) - known))
+                    state += key * (beta[row] * (v[row] - known))
                     new_states[head, value] = state
-                    new = jnp.sum(state * query, axis=0, keepdims=True)
-                    out[:, lanes] = jnp.where(is_own, new, out[:, lanes])
+                    out[row] = jnp.sum(state * query, axis=0, keepdims=True)
 
-    shape = (num_rows, num_keys * num_values * value_dim)
+    shape = (rows.slots.size, num_keys * num_values, value_dim)
     out_shape = [
         jax.ShapeDtypeStruct(states.shape, states.dtype),
         jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -93,8 +88,8 @@ def one_token(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(parts, jnp.maximum(number, 1)),
-            in_specs=[of_states, of_keys, of_keys, of_values, of_gates, of_gates],
+            grid=(jnp.maximum(number, 1), parts),
+            in_specs=[of_states, of_heads, of_heads, of_values, of_values, of_values],
             out_specs=[of_states, of_values],
         ),
         out_shape=out_shape,
@@ -104,26 +99,6 @@ def one_token(
     )
     scalars: tuple[Any, ...] = (rows.slots, rows.begins.astype(jnp.int32), number[None])
     q, k, v, log_decay, beta = rows.tokens
-    by_key = (x.swapaxes(0, 1) for x in (q, k))
-    gates = by_part(jnp.exp(log_decay)), by_part(beta)
-    new_states, out = call(*scalars, states, *by_key, v.reshape(shape), *gates)
+    gates = lanes(jnp.exp(log_decay)), lanes(beta)
+    new_states, out = call(*scalars, states, columns(q), columns(k), v.reshape(shape), *gates)
     return new_states, out.reshape(v.shape)
-
-
-def is_row(number: jax.Array, size: int) -> jax.Array:
-    """bool[size, 1], which chooses a row of as many. Mosaic loads and stores no row by its number where there are
-    several registers side by side.
-    """
-    return lax.broadcasted_iota(jnp.int32, (size, 1), 0) == number
-
-
-def row_of(x: jax.Array, is_own: jax.Array) -> jax.Array:
-    """The row [1, lanes] of x [size, lanes] that `is_row`."""
-    return jnp.sum(jnp.where(is_own, x, 0.0), axis=0, keepdims=True)
-
-
-def column(row: jax.Array) -> jax.Array:
-    """[D, 1] of [1, D]"""
-    shape = (row.shape[1], row.shape[1])
-    is_own = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
-    return jnp.sum(jnp.where(is_own, row, 0.0), axis=1, keepdims=True)

@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta_rule.reference import Rows
-from pallas_kernels.delta_rule.tpu import MOST_BYTES, column, is_row, row_of
+from pallas_kernels.delta_rule.tpu import MOST_BYTES
 from pallas_kernels.mamba2.reference import of_columns
 from pallas_kernels.mosaic_tpu import LANES
 
@@ -65,16 +66,16 @@ def one_token(
 
     def kernel(_slots, begins, number, states, q, k, v, decay, new_states, out):
         index = pl.program_id(2)
-        is_own = is_row(index % at_once, at_once)
+        is_own = _is_row(index % at_once, at_once)
 
         @pl.when(index < number[0])
         def _():
             is_new = begins[index] > 0
-            key, query = (column(row_of(x[...], is_own)) for x in (k, q))
+            key, query = (_column(_row_of(x[...], is_own)) for x in (k, q))
             for start in range(0, width, _TURN * LANES):
                 some = pl.ds(start, min(_TURN * LANES, width - start))
                 state = jnp.where(is_new, 0.0, states[:, some])
-                state = state * row_of(decay[:, some], is_own) + key * row_of(v[:, some], is_own)
+                state = state * _row_of(decay[:, some], is_own) + key * _row_of(v[:, some], is_own)
                 new_states[:, some] = state
                 new = jnp.sum(state * query, axis=0, keepdims=True)
                 out[:, some] = jnp.where(is_own, new, out[:, some])
@@ -102,3 +103,22 @@ def one_token(
     by_key = (x.swapaxes(0, 1) for x in (q, k))
     new_states, out = call(*scalars, states, *by_key, v.reshape(shape), decay.reshape(shape))
     return new_states, out.reshape(v.shape)
+
+
+def _is_row(number: jax.Array, size: int) -> jax.Array:
+    """bool[size, 1], which chooses a row of as many. Mosaic loads and stores no row by its number where there are
+    several registers side by side.
+    """
+    return lax.broadcasted_iota(jnp.int32, (size, 1), 0) == number
+
+
+def _row_of(x: jax.Array, is_own: jax.Array) -> jax.Array:
+    """The row [1, lanes] of x [size, lanes] that `_is_row`."""
+    return jnp.sum(jnp.where(is_own, x, 0.0), axis=0, keepdims=True)
+
+
+def _column(row: jax.Array) -> jax.Array:
+    """[D, 1] of [1, D]"""
+    shape = (row.shape[1], row.shape[1])
+    is_own = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
+    return jnp.sum(jnp.where(is_own, row, 0.0), axis=1, keepdims=True)
