@@ -41,14 +41,14 @@ def quantize(
     With n levels: scale = (max - min) / n, zero = -min / scale (not an integer), q = floor(x / scale + zero + 1/2) in
     0..n, in float32, with scale and zero as stored. So the error is at most scale / 2; at the ends of the range, which
     rounding of scale and zero to bfloat16 may cut off, 2^-8 (|min| + max - min) more. int4 packs
-    byte d = q[d] + 16 * q[d + D / 2]. Of fp8, 0 has no sign.
+    byte d = q[d] + 16 * q[d + D / 2].
     """
     x = kv.astype(jnp.float32)
     if format in FLOATS:
         limit = float(jnp.finfo(FLOATS[format]).max)  # beyond it are NaN (e4m3) and inf (e5m2)
-        bits = jnp.clip(x, -limit, limit).astype(FLOATS[format])
-        bits = lax.bitcast_convert_type(bits, jnp.uint8)
-        return jnp.where(bits == 0x80, jnp.uint8(0), bits), None
+        return lax.bitcast_convert_type(
+            jnp.clip(x, -limit, limit).astype(FLOATS[format]), jnp.uint8
+        ), None
     assert scale_zero_dtype is not None
     levels, low, high = LEVELS[format], x.min(axis=-1, keepdims=True), x.max(axis=-1, keepdims=True)
     # If all values are equal (padding, zeros) the scale would be 0 and the zero NaN. The resolution of float32 at the

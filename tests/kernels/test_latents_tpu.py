@@ -78,7 +78,8 @@ def check(
     np.testing.assert_allclose(out, expected[: len(out)], atol=tolerance, rtol=tolerance)
     blocks = np.unique(np.asarray(arrays["block_table"]))  # the null block is nobody's
     own = blocks[blocks > 0]
-    of_blocks = [jax.tree.map(lambda x: x[own], each) for each in (after, written.pool)]
+    stored = on_tpu.with_zeros_of(written.pool, after)
+    of_blocks = [jax.tree.map(lambda x: x[own], each) for each in (after, stored)]
     assert_same(*of_blocks)
 
 
